@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// `attend run`: one Attend call with .npy files in and out, stateless or as a step of a session,
+// and a comparison with a stored result.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "client/cli/command.h"
+#include "client/npy.h"
+
+namespace attend::cli {
+namespace {
+
+struct RunFlags {
+  std::string model, layer, input, output, context, session, weights, compare;
+  int64_t position = -1;  // -1 = where the session stands
+  bool rewind = false;
+  bool no_append = false;
+  v1::Mask mask = v1::MASK_FROM_MODEL;
+  v1::DType dtype = v1::DTYPE_UNSPECIFIED;
+  double tolerance = 1e-4;
+};
+
+const std::vector<std::pair<std::string, v1::Mask>> kMasks = {
+    {"model", v1::MASK_FROM_MODEL},
+    {"causal", v1::MASK_CAUSAL},
+    {"bidirectional", v1::MASK_BIDIRECTIONAL}};
+const std::vector<std::pair<std::string, v1::DType>> kDTypes = {
+    {"f32", v1::DTYPE_F32}, {"f16", v1::DTYPE_F16}, {"bf16", v1::DTYPE_BF16}};
+
+int FailFile(const client::Error& error) {
+  std::fprintf(stderr, "attend: %s\n", error.message.c_str());
+  return kUsage;
+}
+
+int64_t PackedRows(const client::Tensor& tensor) {
+  return tensor.shape.size() < 2 ? 0 : tensor.shape[tensor.shape.size() - 2];
+}
+
+// The largest |a - b|; NaN on either side counts as infinite, equal infinities as 0.
+double MaxError(const std::vector<float>& a, const std::vector<float>& b) {
+  double worst = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (a[i] == b[i]) continue;
+    const double error = std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i]));
+    worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+  }
+  return worst;
+}
+
+int Compare(const client::Tensor& output, const client::Tensor& wanted, double tolerance) {
+  if (output.shape != wanted.shape) {
+    std::fprintf(stderr, "attend: --compare: got output shape %s, wanted %s\n",
+                 ShapeText(output.shape).c_str(), ShapeText(wanted.shape).c_str());
+    return kFailed;
+  }
+  const double error = MaxError(output.ToFloats(), wanted.ToFloats());
+  const bool good = error <= tolerance;
+  std::printf("maximum absolute error %.3g, %s the tolerance of %g\n", error,
+              good ? "within" : "ABOVE", tolerance);
+  return good ? kOk : kFailed;
+}
+
+// One sequence [heads, rows, keys]; several of equal shape [sequences, heads, rows, keys].
+client::Result<void> WriteWeights(const std::string& path, v1::AttendResponse* response) {
+  client::Tensor all;
+  for (v1::AttentionWeights& weights : *response->mutable_weights()) {
+    client::Tensor one = client::TakeFromWire(weights.mutable_weights());
+    if (all.data.empty()) {
+      all = std::move(one);
+    } else {
+      all.data += one.data;
+    }
+  }
+  if (response->weights_size() > 1) {
+    all.shape.insert(all.shape.begin(), response->weights_size());
+  }
+  return client::WriteNpy(path, all.view());
+}
+
+// Reads the files into the request; the session's sequence is added by AddSessionSequence.
+int FillFromFiles(const RunFlags& flags, v1::AttendRequest* request, int64_t* rows,
+                  int64_t* context_rows) {
+  auto input = client::ReadNpy(flags.input);
+  if (!input.ok()) return FailFile(input.error());
+  *rows = PackedRows(*input);
+  client::CopyToWire(input->view(), request->mutable_hidden_states());
+  if (!flags.context.empty()) {
+    auto context = client::ReadNpy(flags.context);
+    if (!context.ok()) return FailFile(context.error());
+    *context_rows = PackedRows(*context);
+    client::CopyToWire(context->view(), request->mutable_context());
+  }
+  return kOk;
+}
+
+// A cross-attention layer takes no position: its history is the context.
+client::Result<void> AddSessionSequence(const client::Client& client, const RunFlags& flags,
+                                        int64_t rows, int64_t context_rows,
+                                        v1::AttendRequest* request) {
+  v1::Sequence* sequence = request->add_sequences();
+  sequence->set_session_id(flags.session);
+  sequence->set_length(rows);
+  sequence->set_rewind(flags.rewind);
+  sequence->set_no_append(flags.no_append);
+  const bool cross = context_rows >= 0 || flags.layer.ends_with(".cross");
+  if (context_rows >= 0) sequence->set_context_length(context_rows);
+  if (flags.position >= 0) {
+    sequence->set_position(flags.position);
+  } else if (!cross) {
+    auto session = client.AttachSession(flags.session);
+    if (!session.ok()) return session.error();
+    sequence->set_position(session->position(flags.layer));
+  }
+  return {};
+}
+
+void PrintSummary(const v1::AttendResponse& response) {
+  const v1::Timing& timing = response.timing();
+  const auto& shape = response.output().shape();
+  std::printf("output %s %s, queued %.3f ms, computed %.3f ms in a batch of %ld tokens\n",
+              DTypeText(response.output().dtype()).c_str(),
+              ShapeText({shape.begin(), shape.end()}).c_str(),
+              static_cast<double>(timing.queue_us()) / 1000,
+              static_cast<double>(timing.compute_us()) / 1000, timing.batch_tokens());
+}
+
+int Run(const Globals& globals, const RunFlags& flags) {
+  v1::AttendRequest request;
+  request.set_model(flags.model);
+  request.set_layer(flags.layer);
+  request.set_mask(flags.mask);
+  request.set_output_dtype(flags.dtype);
+  if (!flags.weights.empty()) request.mutable_weights()->set_mode(v1::WeightsRequest::FULL);
+  int64_t rows = 0;
+  int64_t context_rows = -1;
+  if (int code = FillFromFiles(flags, &request, &rows, &context_rows); code != kOk) return code;
+  client::Tensor wanted;
+  if (!flags.compare.empty()) {
+    auto stored = client::ReadNpy(flags.compare);
+    if (!stored.ok()) return FailFile(stored.error());
+    wanted = *std::move(stored);
+  }
+
+  auto client = Connect(globals);
+  if (!client.ok()) return Fail(client.error());
+  if (!flags.session.empty()) {
+    auto added = AddSessionSequence(*client, flags, rows, context_rows, &request);
+    if (!added.ok()) return Fail(added.error());
+  }
+  auto response = client->Attend(request);
+  if (!response.ok()) return Fail(response.error());
+
+  PrintSummary(*response);
+  if (!flags.session.empty() && response->positions_size() > 0) {
+    std::printf("session has %ld tokens in layer %s\n", response->positions(0),
+                flags.layer.c_str());
+  }
+  if (!flags.weights.empty()) {
+    auto written = WriteWeights(flags.weights, &*response);
+    if (!written.ok()) return FailFile(written.error());
+  }
+  const client::Tensor output = client::TakeFromWire(response->mutable_output());
+  if (!flags.output.empty()) {
+    auto written = client::WriteNpy(flags.output, output.view());
+    if (!written.ok()) return FailFile(written.error());
+  }
+  return flags.compare.empty() ? kOk : Compare(output, wanted, flags.tolerance);
+}
+
+}  // namespace
+
+void AddRun(CLI::App& app, Globals& globals) {
+  CLI::App* run = app.add_subcommand("run", "Compute attention over the rows of a .npy file");
+  run->footer(
+      "Files hold float32, float16 or bfloat16. A 2-D input is one sequence [tokens, d_model],\n"
+      "a 3-D one is [batch, tokens, d_model].");
+  auto flags = std::make_shared<RunFlags>();
+  run->add_option("--model", flags->model, "Model (default: the only one)")->type_name("NAME");
+  run->add_option("--layer", flags->layer, "Layer, as `attend models` names it")
+      ->required()
+      ->type_name("NAME");
+  run->add_option("--input", flags->input, "Hidden states")->required()->type_name("X.npy");
+  run->add_option("--output", flags->output, "Where to write the output")->type_name("Y.npy");
+  run->add_option("--context", flags->context, "Source states of cross-attention")
+      ->type_name("C.npy");
+  CLI::Option* session =
+      run->add_option("--session", flags->session, "Append to this session")->type_name("ID");
+  CLI::Option* position =
+      run->add_option("--position", flags->position,
+                      "Tokens the layer must have cached (default: what it has)")
+          ->check(NotNegative())
+          ->needs(session)
+          ->type_name("N");
+  run->add_flag("--rewind", flags->rewind, "Cut the layer to --position first")->needs(position);
+  run->add_flag("--no-append", flags->no_append, "Leave the history as it was")->needs(session);
+  run->add_option("--mask", flags->mask, "Where the layer leaves it open (default: model)")
+      ->transform(OneOf(kMasks))
+      ->type_name("model|causal|bidirectional");
+  run->add_option("--weights", flags->weights, "Write the attention weights [heads, rows, keys]")
+      ->type_name("W.npy");
+  run->add_option("--dtype", flags->dtype, "Type of the output (default: the input's)")
+      ->transform(OneOf(kDTypes))
+      ->type_name("f32|f16|bf16");
+  CLI::Option* compare = run->add_option("--compare", flags->compare,
+                                         "Print the maximum absolute error against this output")
+                             ->type_name("Z.npy");
+  run->add_option("--tolerance", flags->tolerance, "Largest error --compare accepts")
+      ->check(NotNegative())
+      ->needs(compare)
+      ->type_name("X")
+      ->capture_default_str();
+  run->callback([&globals, flags] { globals.exit_code = Run(globals, *flags); });
+}
+
+}  // namespace attend::cli

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/attention_plan.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+namespace attend {
+namespace {
+
+absl::Status CheckItem(const AttentionSpec& spec, const AttendItem& item) {
+  const auto wrong = [&](const char* what) {
+    return absl::InternalError(std::string("attention plan: ") + what);
+  };
+  if (item.rows < 0 || item.new_keys < 0 || item.cached_keys < 0) return wrong("negative count");
+  if (item.rows > 0 && (item.query.data == nullptr || item.output == nullptr)) {
+    return wrong("query rows without input or output");
+  }
+  if (item.new_keys > 0 && item.key_source.data == nullptr) return wrong("new keys without source");
+  if (item.new_keys > 0 && spec.raw() && item.value_source.data == nullptr) {
+    return wrong("raw keys without values");
+  }
+  const int64_t blocks = (item.keys() + kBlockTokens - 1) / kBlockTokens;
+  if (static_cast<int64_t>(item.blocks.size()) < blocks) return wrong("too few blocks");
+  if (item.block_tokens != kBlockTokens && item.keys() > item.block_tokens) {
+    return wrong("short block overflows");
+  }
+  return absl::OkStatus();
+}
+
+// 0: query rows only, 1: the same rows for q, k, v, 2: new keys only. An item whose query and key rows are
+// different rows of a self-attention layer does not occur: the runtime cuts it in two.
+int Kind(const AttendItem& item) {
+  if (item.new_keys == 0) return 0;
+  return item.rows > 0 ? 1 : 2;
+}
+
+}  // namespace
+
+absl::StatusOr<BatchPlan> BuildPlan(int layer, const AttentionSpec& spec, DType kv_dtype,
+                                    std::span<const AttendItem> items) {
+  BatchPlan plan;
+  plan.layer = layer;
+  plan.spec = &spec;
+  plan.kv_dtype = kv_dtype;
+  for (const AttendItem& item : items) {
+    if (absl::Status status = CheckItem(spec, item); !status.ok()) return status;
+  }
+  plan.order.resize(items.size());
+  std::iota(plan.order.begin(), plan.order.end(), 0);
+  std::stable_sort(plan.order.begin(), plan.order.end(),
+                   [&](int32_t a, int32_t b) { return Kind(items[a]) < Kind(items[b]); });
+
+  const bool one_matrix = !spec.raw() && !spec.cross;
+  plan.row_begin.push_back(0);
+  plan.new_key_begin.push_back(0);
+  plan.block_begin.push_back(0);
+  int64_t shared_rows = 0;
+  for (int32_t index : plan.order) {
+    const AttendItem& item = items[index];
+    plan.row_begin.push_back(plan.row_begin.back() + item.rows);
+    plan.new_key_begin.push_back(plan.new_key_begin.back() + item.new_keys);
+    const int64_t blocks = (item.keys() + kBlockTokens - 1) / kBlockTokens;
+    plan.block_address.insert(plan.block_address.end(), item.blocks.begin(),
+                              item.blocks.begin() + blocks);
+    plan.block_begin.push_back(static_cast<int32_t>(plan.block_address.size()));
+    if (one_matrix && Kind(item) == 1) {
+      if (!item.shares_rows()) {
+        return absl::InternalError("attention plan: query and key rows of one item differ");
+      }
+      shared_rows += item.rows;
+    }
+  }
+  plan.query_rows = plan.row_begin.back();
+  plan.key_rows = plan.new_key_begin.back();
+  plan.key_row_offset = one_matrix ? plan.query_rows - shared_rows : 0;
+  plan.input_rows = one_matrix ? plan.key_row_offset + plan.key_rows : plan.query_rows;
+  return plan;
+}
+
+double ItemFlops(const AttentionSpec& spec, const AttendItem& item) {
+  double flops = 0;
+  const double q_width = double(spec.q_heads) * spec.head_dim;
+  const double v_width = double(spec.q_heads) * spec.v_head_dim;
+  const double kv_width = double(spec.kv_heads) * (spec.head_dim + spec.v_head_dim);
+  if (!spec.raw()) {
+    flops += 2.0 * item.rows * (q_width * spec.d_model + v_width * spec.output_width);
+    flops += 2.0 * item.new_keys * kv_width * spec.context_width;
+  }
+  // Visible keys of the middle row stand for the average row.
+  const KeyRange range =
+      VisibleKeys(spec, item.causal, item.first_row + item.rows / 2, item.keys());
+  flops += 2.0 * item.rows * double(range.end - range.begin) * (q_width + v_width);
+  return flops;
+}
+
+}  // namespace attend

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One batch of attention work, decided with integers before any engine sees it. The runtime makes the
+// items (pointers and counts), BuildPlan turns them into flat arrays that CPU and CUDA engines read alike.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "engine/attention_spec.h"
+
+namespace attend {
+
+// Consecutive rows of one request tensor. Borrowed; element-aligned; may be any float dtype.
+struct InputRows {
+  const void* data = nullptr;
+  DType dtype = DType::kUnspecified;
+};
+
+// Additive bias of one item, F32. Column c of every row belongs to absolute key `first_key + c`; keys
+// before the first column have bias 0, columns of negative keys are ignored. -inf masks.
+struct BiasView {
+  const float* data = nullptr;  // [q_heads | 1, rows, columns] by the strides below; null = no bias
+  int64_t head_stride = 0;      // elements; 0 = the same for every head
+  int64_t row_stride = 0;       // elements; row 0 is the item's first row
+  int64_t columns = 0;
+  int64_t first_key = 0;
+};
+
+// Where to put attention weights of one item: data[h][r][key] for the asked heads and rows. The caller
+// has zeroed it; the engine writes visible keys only.
+struct WeightsView {
+  float* data = nullptr;        // row `row_begin` of the first asked head; null = not asked
+  const int32_t* heads = nullptr;  // [head_count] query heads in ascending or any order
+  int32_t head_count = 0;
+  int64_t row_begin = 0;        // asked rows of the item: [row_begin, row_end)
+  int64_t row_end = 0;
+  int64_t head_stride = 0;      // elements between heads
+  int64_t row_stride = 0;       // elements between rows (>= the item's keys)
+};
+
+// One sequence's share of a batch: some query rows, some new keys, or both. All pointers are borrowed until
+// Wait returns.
+struct AttendItem {
+  int32_t group = 0;  // the request it belongs to; requests succeed or fail as a whole
+
+  int64_t rows = 0;   // query rows
+  InputRows query;    // [rows, d_model] hidden states; raw: [rows, q_heads, head_dim]
+  int64_t first_row = 0;  // absolute position of row 0: causal row i sees keys 0 .. first_row + i; may be negative
+
+  int64_t new_keys = 0;   // keys appended by this item
+  InputRows key_source;   // [new_keys, context_width]; self-attention: rows of the hidden states; raw: [new_keys, kv_heads, head_dim]
+  InputRows value_source; // raw only: [new_keys, kv_heads, v_head_dim]
+  int64_t cached_keys = 0;  // keys already in the blocks = absolute index of the first new key
+
+  bool causal = false;
+  // Address of this layer's part of block b (keys 64 b .. 64 b + 63) in the engine's KV memory, bytes.
+  // [ceil((cached_keys + new_keys) / 64)]
+  std::span<const int64_t> blocks;
+  // Tokens a block has room for: kBlockTokens, or 16, 32, 48 in scratch of a sequence with one short block.
+  int32_t block_tokens = kBlockTokens;
+
+  BiasView bias;
+  WeightsView weights;
+
+  void* output = nullptr;  // [rows, output_width]; raw: [rows, q_heads, v_head_dim]
+  DType output_dtype = DType::kF32;
+
+  int64_t keys() const { return cached_keys + new_keys; }
+  // The projection of its query rows and of its new keys reads the same tensor rows.
+  bool shares_rows() const {
+    return rows > 0 && rows == new_keys && query.data == key_source.data;
+  }
+};
+
+// The items of one (layer, spec), flattened. Items are reordered so that those with only query rows come
+// first, then those that project the same rows to q, k and v, then those with only new keys: the rows of the
+// query product and of the key/value product are then two overlapping ranges of one matrix.
+struct BatchPlan {
+  int layer = -1;                       // engine's layer index; -1 = raw, no projections
+  const AttentionSpec* spec = nullptr;  // borrowed
+  DType kv_dtype = DType::kF32;         // of the blocks
+
+  std::vector<int32_t> order;          // [items] plan order -> index in the caller's items
+  std::vector<int64_t> row_begin;      // [items + 1] query rows, in plan order
+  std::vector<int64_t> new_key_begin;  // [items + 1] new keys, in plan order
+  // Self-attention: query rows are rows [0, query_rows) and new keys rows [key_row_offset,
+  // key_row_offset + key_rows) of one matrix of `input_rows` rows. Cross-attention and raw: two matrices.
+  int64_t query_rows = 0;
+  int64_t key_rows = 0;
+  int64_t key_row_offset = 0;
+  int64_t input_rows = 0;
+
+  std::vector<int32_t> block_begin;    // [items + 1]
+  std::vector<int64_t> block_address;  // [blocks] bytes
+
+  int items() const { return static_cast<int>(order.size()); }
+};
+
+// Pure. INTERNAL when an item contradicts the spec (a programmer error of the caller).
+absl::StatusOr<BatchPlan> BuildPlan(int layer, const AttentionSpec& spec, DType kv_dtype,
+                                    std::span<const AttendItem> items);
+
+// Keys that query row at absolute position `position` can see, before bias: [begin, end).
+struct KeyRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+inline KeyRange VisibleKeys(const AttentionSpec& spec, bool causal, int64_t position,
+                            int64_t keys) {
+  KeyRange range{0, keys};
+  if (causal && position + 1 < range.end) range.end = position + 1;
+  if (spec.window > 0) {
+    // position - window + 1 cannot overflow: window >= 1 and positions are below 2^62.
+    if (position - spec.window + 1 > range.begin) range.begin = position - spec.window + 1;
+    if (!causal && spec.window < keys - position && position + spec.window < range.end) {
+      range.end = position + spec.window;
+    }
+  }
+  if (range.end < range.begin) range.end = range.begin;
+  if (range.end < 0) range = {0, 0};
+  return range;
+}
+
+// Multiply-adds x 2 of an item, for predicting time: projections and visible scores.
+double ItemFlops(const AttentionSpec& spec, const AttendItem& item);
+
+}  // namespace attend

@@ -1,0 +1,595 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Models and batches; the session calls are in runtime_sessions.cc.
+#include "engine/attention_runtime.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <numeric>
+#include <utility>
+
+#include "engine/util/check.h"
+#include "engine/util/status_macros.h"
+
+namespace attend {
+namespace {
+
+// Unused output buffers kept for the next answers.
+constexpr int64_t kBuffersKeptBytes = int64_t{256} << 20;
+// Chunks are whole blocks of rows; the first one, before anything was timed, has this many.
+constexpr int64_t kFirstChunkRows = 512;
+
+absl::Status Cancelled() {
+  return MakeError(absl::StatusCode::kCancelled, {.reason = Reason::kCancelled},
+                   "the call was cancelled");
+}
+
+absl::Status DeadlinePassed() {
+  return MakeError(absl::StatusCode::kDeadlineExceeded, {.reason = Reason::kDeadline},
+                   "the deadline passed before the answer was ready");
+}
+
+// Adds an offending sequence to the collected error: the first one names code and message, others with the
+// same code join its list.
+void Collect(size_t index, const absl::Status& status, absl::Status& first,
+             std::vector<int32_t>& sequences) {
+  if (first.ok()) first = status;
+  if (status.code() == first.code()) sequences.push_back(static_cast<int32_t>(index));
+}
+
+}  // namespace
+
+bool AttentionRuntime::Resolved::SameBatch(const Resolved& other) const {
+  return engine_layer == other.engine_layer && kv_dtype == other.kv_dtype &&
+         (spec == other.spec || *spec == *other.spec);
+}
+
+struct AttentionRuntime::Batch {
+  std::vector<AttendItem> items;
+  std::deque<std::vector<int64_t>> blocks;  // what the items' spans point to
+  int64_t budget = 0;                       // tokens still free
+  int64_t tokens = 0;
+  double flops = 0;
+};
+
+AttentionRuntime::AttentionRuntime(const RuntimeOptions& options,
+                                   std::unique_ptr<AttentionEngine> engine,
+                                   std::function<int64_t()> now_us)
+    : options_(options),
+      now_us_(std::move(now_us)),
+      engine_(std::move(engine)),
+      cache_(*engine_, options.engine.kv_bytes, options.engine.scratch_bytes),
+      table_(options.replica, options.start, options.sessions),
+      buffers_(BufferPool::Make(kBuffersKeptBytes)),
+      pinned_([](const std::string&) { return false; }) {}
+
+AttentionRuntime::~AttentionRuntime() = default;
+
+absl::Status AttentionRuntime::AddModel(const std::string& name, const Checkpoint& checkpoint,
+                                        const std::function<void(int, int)>& progress) {
+  LoadedModel model;
+  model.name = name;
+  model.family = checkpoint.family;
+  model.weight_dtype = checkpoint.weight_dtype;
+  model.fingerprint = checkpoint.fingerprint;
+  model.max_positions = checkpoint.max_positions;
+  model.kv_dtype = options_.kv_dtype;
+  if (model.kv_dtype == DType::kUnspecified) {
+    model.kv_dtype = checkpoint.weight_dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
+  }
+  for (const ModelLayer& source : checkpoint.layers) {
+    LoadedLayer layer;
+    layer.name = source.name;
+    layer.module = source.module;
+    layer.input_point = source.input_point;
+    layer.spec = source.spec;
+    layer.cross_spec = source.spec;
+    layer.cross_spec.cross = true;
+    layer.cross_spec.causal = false;
+    layer.weight_bytes = source.weight_bytes;
+    layer.geometry = GeometryOf(source.spec, model.kv_dtype);
+    absl::StatusOr<LayerInfo> added = engine_->AddLayer(source.spec, source.weights);
+    if (!added.ok()) {
+      return absl::Status(added.status().code(), "model " + name + ", layer " + source.name + ": " +
+                                                     std::string(added.status().message()));
+    }
+    layer.engine = *added;
+    model.compute_dtype = added->compute_dtype;
+    model.layers.push_back(std::move(layer));
+    if (progress) {
+      progress(static_cast<int>(model.layers.size()), static_cast<int>(checkpoint.layers.size()));
+    }
+  }
+  model.numerics_id = engine_->info().numerics_id + "-" + DTypeName(model.weight_dtype) + "-" +
+                      DTypeName(model.compute_dtype) + "-kv" + DTypeName(model.kv_dtype);
+  models_.push_back(std::move(model));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<AttentionRuntime::Resolved> AttentionRuntime::Resolve(AttendJob& job) {
+  Resolved resolved;
+  resolved.sessions.assign(job.sequences.size(), nullptr);
+  resolved.places.assign(job.sequences.size(), 0);
+  if (job.model >= 0) {
+    const LoadedModel& model = models_[static_cast<size_t>(job.model)];
+    const LoadedLayer& layer = model.layers[static_cast<size_t>(job.layer)];
+    resolved.engine_layer = layer.engine.index;
+    resolved.spec = job.cross && !layer.spec.cross ? &layer.cross_spec : &layer.spec;
+    resolved.kv_dtype = model.kv_dtype;
+  } else if (!job.raw_session) {
+    resolved.spec = job.raw_spec.get();
+  }
+  absl::Status error;
+  std::vector<int32_t> offending;
+  for (size_t i = 0; i < job.sequences.size(); ++i) {
+    const SequenceJob& sequence = job.sequences[i];
+    if (sequence.session_id.empty()) continue;
+    absl::StatusOr<Session*> session = table_.Find(sequence.session_id, job.arrival_us);
+    if (!session.ok()) {
+      Collect(i, session.status(), error, offending);
+      continue;
+    }
+    const std::string field = "sequences[" + std::to_string(i) + "].session_id";
+    if ((*session)->model != job.model) {
+      const auto name = [&](int model) {
+        return model < 0 ? std::string("raw") : models_[static_cast<size_t>(model)].name;
+      };
+      Collect(i, InvalidField(field, "a session of " + name((*session)->model),
+                              "a session of " + name(job.model)),
+              error, offending);
+      continue;
+    }
+    const std::vector<int32_t>& layers = (*session)->model_layers;
+    const auto place = std::find(layers.begin(), layers.end(), job.layer);
+    if (place == layers.end()) {
+      Collect(i, InvalidField("layer", job.layer_name,
+                              "one of the " + std::to_string(layers.size()) +
+                                  " layers of session " + sequence.session_id),
+              error, offending);
+      continue;
+    }
+    resolved.sessions[i] = *session;
+    resolved.places[i] = static_cast<int>(place - layers.begin());
+  }
+  if (!error.ok()) return WithSequences(error, offending);
+  if (job.raw_session) RETURN_IF_ERROR(ResolveRawSession(job, resolved));
+  return resolved;
+}
+
+absl::Status AttentionRuntime::CheckSequence(const AttendJob& job, const Resolved& resolved,
+                                             size_t index) {
+  const SequenceJob& sequence = job.sequences[index];
+  const std::string field = "sequences[" + std::to_string(index) + "]";
+  const Session* session = resolved.sessions[index];
+  if (session == nullptr) {
+    if (cache_.FitsScratch(resolved.geometry(), sequence.keys)) return absl::OkStatus();
+    return MakeError(absl::StatusCode::kInvalidArgument,
+                     {.reason = Reason::kTooLarge,
+                      .field = field,
+                      .got = std::to_string(sequence.keys) + " keys of " +
+                             std::to_string(resolved.geometry().TokenBytes()) + " bytes",
+                      .wanted = "at most " + std::to_string(cache_.scratch_capacity_bytes() / 8 * 7) +
+                                " bytes of stateless keys and values"});
+  }
+  const auto place = static_cast<size_t>(resolved.places[index]);
+  if (resolved.spec->cross) {
+    const KvContext& context = session->history.context[place];
+    const auto conflict = [&](const char* got, const char* wanted) {
+      return MakeError(absl::StatusCode::kFailedPrecondition,
+                       {.reason = Reason::kContextConflict,
+                        .field = field + ".context_length",
+                        .got = got,
+                        .wanted = wanted,
+                        .cached = context.length});
+    };
+    if (!context.present && !sequence.has_keys) {
+      return conflict("no context", "the context with the first call of this session and layer");
+    }
+    if (context.present && sequence.has_keys && context.hash != sequence.context_hash) {
+      return conflict("another context than the cached one", "the same context, or none");
+    }
+    return absl::OkStatus();
+  }
+  const int64_t cached = session->history.length[place];
+  const int64_t position = sequence.position.value_or(cached);
+  if (position > cached || (position < cached && !sequence.rewind)) {
+    return MakeError(absl::StatusCode::kFailedPrecondition,
+                     {.reason = Reason::kPositionMismatch,
+                      .field = field + ".position",
+                      .got = std::to_string(position),
+                      .wanted = std::to_string(cached) + ", the tokens layer " + job.layer_name +
+                                " has cached" + (position < cached ? " (or rewind)" : ""),
+                      .cached = cached});
+  }
+  if (session->max_tokens > 0 && !sequence.no_append &&
+      position + sequence.keys > session->max_tokens) {
+    return MakeError(absl::StatusCode::kResourceExhausted,
+                     {.reason = Reason::kQuota,
+                      .field = field + ".length",
+                      .got = std::to_string(position + sequence.keys) + " tokens",
+                      .wanted = "at most max_tokens " + std::to_string(session->max_tokens)});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AttentionRuntime::PrepareAnswer(AttendJob& job, const Resolved& resolved) {
+  const AttentionSpec& spec = *resolved.spec;
+  job.output_width = spec.raw() ? int64_t{spec.q_heads} * spec.v_head_dim : spec.output_width;
+  const int64_t output_bytes = job.output_rows * job.output_width * DTypeBytes(job.output_dtype);
+  int64_t bytes = output_bytes;
+  if (job.weights.full && job.weights.heads.empty()) {
+    job.weights.heads.resize(static_cast<size_t>(spec.q_heads));
+    std::iota(job.weights.heads.begin(), job.weights.heads.end(), 0);
+  }
+  int64_t query_rows = 0;
+  for (size_t i = 0; i < job.sequences.size(); ++i) {
+    SequenceJob& sequence = job.sequences[i];
+    query_rows += sequence.rows;
+    if (!job.weights.full) continue;
+    const int64_t end = std::min(job.weights.row_end.value_or(sequence.rows), sequence.rows);
+    sequence.weight_heads = static_cast<int64_t>(job.weights.heads.size());
+    sequence.weight_rows = std::max<int64_t>(0, end - job.weights.row_begin);
+    sequence.weight_keys = sequence.cached_before + sequence.keys;
+    bytes += sequence.weight_heads * sequence.weight_rows * sequence.weight_keys * 4;
+  }
+  if (bytes > job.response_bytes_limit) {
+    return MakeError(absl::StatusCode::kInvalidArgument,
+                     {.reason = Reason::kTooLarge,
+                      .field = job.weights.full ? "weights" : "output",
+                      .got = "an answer of " + std::to_string(bytes) + " bytes",
+                      .wanted = "at most " + std::to_string(job.response_bytes_limit)});
+  }
+  job.output = buffers_->Get(output_bytes);
+  if (query_rows < job.output_rows) {
+    std::memset(job.output.data.get(), 0, static_cast<size_t>(output_bytes));
+  }
+  for (SequenceJob& sequence : job.sequences) {
+    if (!job.weights.full) break;
+    const int64_t count = sequence.weight_heads * sequence.weight_rows * sequence.weight_keys;
+    sequence.weights = buffers_->Get(count * 4);
+    std::memset(sequence.weights.data.get(), 0, static_cast<size_t>(count * 4));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AttentionRuntime::ReserveSequence(AttendJob& job, const Resolved& resolved,
+                                               size_t index, bool* wait_for_scratch) {
+  SequenceJob& sequence = job.sequences[index];
+  Session* session = resolved.sessions[index];
+  if (session == nullptr) return absl::OkStatus();  // scratch is taken when its first chunk runs
+  KvHistory& history = session->history;
+  const int place = resolved.places[index];
+  const auto reserve = [&] {
+    if (resolved.spec->cross) {
+      if (!sequence.has_keys) return KvCache::Outcome::kOk;
+      return cache_.ReserveContext(history, place, sequence.keys, sequence.context_hash,
+                                   sequence.reservation);
+    }
+    const int64_t position = sequence.cached_before;
+    return sequence.no_append ? cache_.ReserveLookAhead(history, place, position, sequence.keys,
+                                                        sequence.reservation)
+                              : cache_.ReserveAppend(history, place, position, sequence.keys,
+                                                     sequence.reservation);
+  };
+  KvCache::Outcome outcome = reserve();
+  if (outcome == KvCache::Outcome::kKvExhausted) {
+    ExpireSessions();
+    outcome = reserve();
+  }
+  if (outcome == KvCache::Outcome::kOk) return absl::OkStatus();
+  if (outcome == KvCache::Outcome::kScratchExhausted && cache_.scratch_used_bytes() > 0) {
+    *wait_for_scratch = true;
+    return absl::OkStatus();
+  }
+  return MakeError(
+      absl::StatusCode::kResourceExhausted,
+      {.reason = Reason::kKvExhausted,
+       .field = "sequences[" + std::to_string(index) + "]",
+       .got = std::to_string(sequence.keys) + " more tokens with " +
+              std::to_string(cache_.arena().used_bytes()) + " of " +
+              std::to_string(cache_.arena().capacity_bytes()) + " cache bytes in use",
+       .wanted = "a block of " + std::to_string(history.layout->block_bytes) +
+                 " bytes for every 64 tokens",
+       .sequences = {static_cast<int32_t>(index)},
+       .retry_after_ms = 1000});
+}
+
+absl::Status AttentionRuntime::Begin(AttendJob& job, const Resolved& resolved,
+                                     bool* wait_for_scratch) {
+  absl::Status error;
+  std::vector<int32_t> offending;
+  for (size_t i = 0; i < job.sequences.size(); ++i) {
+    if (absl::Status status = CheckSequence(job, resolved, i); !status.ok()) {
+      Collect(i, status, error, offending);
+    }
+  }
+  if (!error.ok()) return WithSequences(error, offending);
+  for (size_t i = 0; i < job.sequences.size(); ++i) {
+    SequenceJob& sequence = job.sequences[i];
+    const Session* session = resolved.sessions[i];
+    sequence.cached_before = 0;
+    if (session == nullptr) continue;
+    const auto place = static_cast<size_t>(resolved.places[i]);
+    if (resolved.spec->cross) {
+      const KvContext& context = session->history.context[place];
+      if (!context.present) continue;
+      sequence.cached_before = context.length;
+      sequence.has_keys = false;  // equal to the cached one: not computed again
+      sequence.keys = 0;
+    } else {
+      sequence.cached_before = sequence.position.value_or(session->history.length[place]);
+    }
+  }
+  RETURN_IF_ERROR(PrepareAnswer(job, resolved));
+  for (size_t i = 0; i < job.sequences.size(); ++i) {
+    absl::Status status = ReserveSequence(job, resolved, i, wait_for_scratch);
+    if (!status.ok() || *wait_for_scratch) {
+      Abandon(job);
+      return status;
+    }
+  }
+  job.started = true;
+  return absl::OkStatus();
+}
+
+int64_t AttentionRuntime::ChunkRows(const AttentionSpec& spec, const AttendItem& whole) const {
+  if (flops_per_us_ <= 0) return std::min(kFirstChunkRows, options_.batch_tokens);
+  AttendItem chunk = whole;
+  chunk.rows = std::min<int64_t>(chunk.rows, kBlockTokens);
+  chunk.new_keys = std::min<int64_t>(chunk.new_keys, kBlockTokens);
+  const double us = ItemFlops(spec, chunk) / flops_per_us_;
+  const double blocks = static_cast<double>(options_.chunk_us) / std::max(us, 1e-3);
+  const int64_t most = std::max<int64_t>(1, options_.batch_tokens / kBlockTokens);
+  return kBlockTokens * std::clamp<int64_t>(static_cast<int64_t>(blocks), 1, most);
+}
+
+bool AttentionRuntime::AddChunk(AttendJob& job, size_t index, const Resolved& resolved,
+                                Batch& batch) {
+  SequenceJob& sequence = job.sequences[index];
+  const AttentionSpec& spec = *resolved.spec;
+  const bool self = !spec.raw() && !spec.cross;  // query rows and new keys are the same rows
+  if (sequence.phase == SequenceJob::Phase::kWaiting) {
+    if (resolved.sessions[index] == nullptr &&
+        cache_.ReserveScratch(resolved.geometry(), sequence.keys, sequence.reservation) !=
+            KvCache::Outcome::kOk) {
+      return false;
+    }
+    sequence.phase = SequenceJob::Phase::kAppending;
+  }
+  const int64_t total_keys = sequence.cached_before + sequence.keys;
+
+  // What is left, as one item.
+  AttendItem item;
+  item.rows = sequence.rows - sequence.rows_done;
+  item.new_keys = sequence.keys - sequence.keys_done;
+  item.cached_keys = sequence.cached_before + sequence.keys_done;
+  item.first_row = total_keys - sequence.rows + sequence.rows_done;
+  item.causal = job.raw_session ? spec.causal : job.causal;
+  if (item.rows == 0 && item.new_keys == 0) {
+    sequence.phase = SequenceJob::Phase::kDone;
+    return true;
+  }
+  const int64_t cost = self ? std::max(item.rows, item.new_keys) : item.rows + item.new_keys;
+  if (cost > batch.budget) {
+    if (cost <= options_.batch_tokens && !batch.items.empty()) return false;
+    const int64_t limit = batch.budget / kBlockTokens * kBlockTokens;
+    if (limit == 0 && !batch.items.empty()) return false;
+    const int64_t chunk =
+        std::max<int64_t>(1, std::min(ChunkRows(spec, item), limit > 0 ? limit : batch.budget));
+    if (self && item.causal) {
+      item.rows = item.new_keys = std::min(chunk, item.rows);
+    } else if (item.new_keys > 0) {  // every key first
+      item.new_keys = std::min(chunk, item.new_keys);
+      item.rows = 0;
+    } else {
+      item.rows = std::min(chunk, item.rows);
+    }
+  }
+
+  const auto advance = [](InputRows rows, int64_t count, int64_t width) {
+    if (rows.data == nullptr) return rows;
+    return InputRows{static_cast<const std::byte*>(rows.data) + count * width * DTypeBytes(rows.dtype),
+                     rows.dtype};
+  };
+  const int64_t query_width = spec.raw() ? int64_t{spec.q_heads} * spec.head_dim : spec.d_model;
+  const int64_t key_width = spec.raw() ? int64_t{spec.kv_heads} * spec.head_dim : spec.context_width;
+  item.query = advance(sequence.query, sequence.rows_done, query_width);
+  item.key_source = advance(sequence.key_source, sequence.keys_done, key_width);
+  item.value_source = advance(sequence.value_source, sequence.keys_done,
+                              int64_t{spec.kv_heads} * spec.v_head_dim);
+  item.output_dtype = job.output_dtype;
+  item.output = job.output.data.get() + (sequence.output_row + sequence.rows_done) *
+                                            job.output_width * DTypeBytes(job.output_dtype);
+  const bool cached_context =
+      resolved.spec->cross && resolved.sessions[index] != nullptr && !sequence.has_keys;
+  batch.blocks.push_back(cached_context
+                             ? cache_.ContextBlocks(resolved.sessions[index]->history,
+                                                    resolved.places[index])
+                             : cache_.Blocks(sequence.reservation));
+  item.blocks = batch.blocks.back();
+  item.block_tokens = sequence.reservation.block_tokens;
+  AddBias(job, index, item);
+  AddWeights(job, index, item);
+
+  sequence.rows_done += item.rows;
+  sequence.keys_done += item.new_keys;
+  if (sequence.rows_done == sequence.rows && sequence.keys_done == sequence.keys) {
+    sequence.phase = SequenceJob::Phase::kDone;
+  }
+  const int64_t tokens = self ? std::max(item.rows, item.new_keys) : item.rows + item.new_keys;
+  batch.budget = std::max<int64_t>(0, batch.budget - tokens);
+  batch.tokens += tokens;
+  batch.flops += ItemFlops(spec, item);
+  batch.items.push_back(item);
+  return true;
+}
+
+// Column c of the bias belongs to key total_keys - columns + c; rows are the sequence's new rows.
+void AttentionRuntime::AddBias(const AttendJob& job, size_t index, AttendItem& item) {
+  if (job.bias_sequences == 0 || item.rows == 0) return;
+  const SequenceJob& sequence = job.sequences[index];
+  const int64_t total_keys = sequence.cached_before + sequence.keys;
+  const int64_t slice = job.bias_sequences == 1 ? 0 : static_cast<int64_t>(index);
+  const int64_t plane = job.bias_rows * job.bias_columns;
+  item.bias.data = job.bias.data() + slice * job.bias_heads * plane +
+                   sequence.rows_done * job.bias_columns;
+  item.bias.head_stride = job.bias_heads == 1 ? 0 : plane;
+  item.bias.row_stride = job.bias_columns;
+  item.bias.first_key = total_keys - job.bias_columns;
+  item.bias.columns =
+      std::clamp<int64_t>(item.keys() - item.bias.first_key, 0, job.bias_columns);
+}
+
+void AttentionRuntime::AddWeights(const AttendJob& job, size_t index, AttendItem& item) {
+  const SequenceJob& sequence = job.sequences[index];
+  const int64_t begin = std::max(job.weights.row_begin, sequence.rows_done);
+  const int64_t end = std::min(job.weights.row_begin + sequence.weight_rows,
+                               sequence.rows_done + item.rows);
+  if (!job.weights.full || begin >= end) return;
+  item.weights.data = reinterpret_cast<float*>(sequence.weights.data.get()) +
+                      (begin - job.weights.row_begin) * sequence.weight_keys;
+  item.weights.heads = job.weights.heads.data();
+  item.weights.head_count = static_cast<int32_t>(job.weights.heads.size());
+  item.weights.row_begin = begin - sequence.rows_done;
+  item.weights.row_end = end - sequence.rows_done;
+  item.weights.head_stride = sequence.weight_rows * sequence.weight_keys;
+  item.weights.row_stride = sequence.weight_keys;
+}
+
+void AttentionRuntime::Abandon(AttendJob& job) {
+  for (SequenceJob& sequence : job.sequences) cache_.RollBack(sequence.reservation);
+  job.started = false;
+}
+
+absl::Status AttentionRuntime::Finish(AttendJob& job, const Resolved& resolved) {
+  const int64_t now = now_us_();
+  for (Session* session : resolved.sessions) {
+    if (session != nullptr) session->last_used_us = now;
+  }
+  if (job.cancelled.load() || now > job.deadline_us) {
+    Abandon(job);
+    return job.cancelled.load() ? Cancelled() : DeadlinePassed();
+  }
+  for (size_t i = 0; i < job.sequences.size(); ++i) {
+    SequenceJob& sequence = job.sequences[i];
+    cache_.Commit(sequence.reservation);
+    const Session* session = resolved.sessions[i];
+    if (session == nullptr) continue;
+    const auto place = static_cast<size_t>(resolved.places[i]);
+    sequence.position_after = resolved.spec->cross ? session->history.context[place].length
+                                                   : session->history.length[place];
+  }
+  return absl::OkStatus();
+}
+
+BatchOutcome AttentionRuntime::RunBatch(std::span<AttendJob* const> jobs) {
+  BatchOutcome outcome;
+  outcome.jobs.resize(jobs.size());
+  outcome.started_us = now_us_();
+  Batch batch;
+  batch.budget = options_.batch_tokens;
+  std::vector<Resolved> resolved(jobs.size());
+  const Resolved* first = nullptr;
+  std::vector<size_t> members;
+
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    AttendJob& job = *jobs[i];
+    BatchOutcome::Job& result = outcome.jobs[i];
+    const auto end = [&](absl::Status status) {
+      Abandon(job);
+      result = {BatchOutcome::State::kEnded, std::move(status), 0};
+    };
+    if (failed_) {
+      end(EngineFault("the engine has failed"));
+      continue;
+    }
+    if (job.cancelled.load() || outcome.started_us > job.deadline_us) {
+      end(job.cancelled.load() ? Cancelled() : DeadlinePassed());
+      continue;
+    }
+    absl::StatusOr<Resolved> found = Resolve(job);
+    if (!found.ok()) {
+      end(found.status());
+      continue;
+    }
+    resolved[i] = *std::move(found);
+    if (first != nullptr && !first->SameBatch(resolved[i])) continue;
+    if (!job.started) {
+      const int64_t tokens = job.tokens();
+      if (!batch.items.empty() && tokens > batch.budget && tokens <= options_.batch_tokens) continue;
+      bool wait_for_scratch = false;
+      if (absl::Status status = Begin(job, resolved[i], &wait_for_scratch); !status.ok()) {
+        end(std::move(status));
+        continue;
+      }
+      if (wait_for_scratch) continue;
+    }
+    const int64_t tokens_before = batch.tokens;
+    bool complete = true;
+    for (size_t s = 0; s < job.sequences.size() && complete; ++s) {
+      if (job.sequences[s].phase == SequenceJob::Phase::kDone) continue;
+      complete = AddChunk(job, s, resolved[i], batch) &&
+                 job.sequences[s].phase == SequenceJob::Phase::kDone;
+    }
+    result.tokens = batch.tokens - tokens_before;
+    result.state = complete            ? BatchOutcome::State::kEnded
+                   : result.tokens > 0 ? BatchOutcome::State::kContinues
+                                       : BatchOutcome::State::kUntouched;
+    if (result.state == BatchOutcome::State::kUntouched) continue;
+    if (first == nullptr) first = &resolved[i];
+    members.push_back(i);
+  }
+
+  outcome.tokens = batch.tokens;
+  outcome.sequences = static_cast<int64_t>(batch.items.size());
+  const absl::Status ran = batch.items.empty() ? absl::OkStatus() : Run(batch, *first, outcome);
+  const int64_t now = now_us_();
+  outcome.compute_us = now - outcome.started_us;
+  for (size_t i : members) {
+    AttendJob& job = *jobs[i];
+    if (job.first_batch_us == 0) job.first_batch_us = outcome.started_us;
+    job.compute_us += outcome.compute_us;
+    job.project_us += outcome.stages.project_us;
+    job.attend_us += outcome.stages.attend_us;
+    job.output_us += outcome.stages.output_us;
+    job.batch_tokens = outcome.tokens;
+    job.batch_sequences = outcome.sequences;
+    if (!ran.ok()) {
+      Abandon(job);
+      outcome.jobs[i] = {BatchOutcome::State::kEnded, ran, 0};
+    } else if (outcome.jobs[i].state == BatchOutcome::State::kEnded) {
+      outcome.jobs[i].status = Finish(job, resolved[i]);
+    }
+  }
+  return outcome;
+}
+
+absl::Status AttentionRuntime::EngineFault(const std::string& what) {
+  return MakeError(absl::StatusCode::kInternal, {.reason = Reason::kEngineFault}, what);
+}
+
+absl::Status AttentionRuntime::Run(const Batch& batch, const Resolved& resolved,
+                                   BatchOutcome& outcome) {
+  const auto run = [&]() -> absl::StatusOr<StageTimes> {
+    ASSIGN_OR_RETURN(const BatchPlan plan, BuildPlan(resolved.engine_layer, *resolved.spec,
+                                                     resolved.kv_dtype, batch.items));
+    ASSIGN_OR_RETURN(const Ticket ticket, engine_->Start(plan, batch.items));
+    return engine_->Wait(ticket);
+  };
+  const int64_t begin = now_us_();
+  absl::StatusOr<StageTimes> stages = run();
+  if (!stages.ok()) {
+    failed_ = true;
+    outcome.engine_failed = true;
+    return EngineFault("engine fault: " + std::string(stages.status().message()));
+  }
+  outcome.stages = *stages;
+  const auto elapsed = static_cast<double>(std::max<int64_t>(1, now_us_() - begin));
+  const double rate = batch.flops / elapsed;
+  // A moving average over about five batches; it steers chunk sizes only, never results.
+  flops_per_us_ = flops_per_us_ <= 0 ? rate : 0.8 * flops_per_us_ + 0.2 * rate;
+  return absl::OkStatus();
+}
+
+}  // namespace attend

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The one place where cache, plan and engine meet: loaded models, sessions, and batches of jobs. It decides
+// what of each job goes into a batch, runs it, and commits or rolls back.
+//
+// Threads: after the models are added one thread calls everything but models(), model(), info() and
+// progress_ns(), which any thread may call. Times are microseconds of one monotonic clock.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "engine/attend_job.h"
+#include "engine/attention_engine.h"
+#include "engine/kv_cache.h"
+#include "engine/model/checkpoint.h"
+#include "engine/session_table.h"
+
+namespace attend {
+
+struct RuntimeOptions {
+  EngineOptions engine;
+  DType kv_dtype = DType::kUnspecified;  // kUnspecified = auto: BF16 for BF16 models, else F32
+  std::string replica;
+  std::string start;  // distinguishes this process from its predecessors in session ids
+  int64_t sessions = 65536;
+  int64_t session_ttl_seconds = 900;
+  int64_t session_ttl_cap_seconds = 86400;
+  int64_t batch_tokens = 2048;
+  int64_t chunk_us = 5000;
+};
+
+struct LoadedLayer {
+  std::string name;
+  std::string module;
+  std::string input_point;
+  AttentionSpec spec;
+  AttentionSpec cross_spec;  // mask_selectable layers that are given a context
+  LayerInfo engine;
+  int64_t weight_bytes = 0;
+  KvGeometry geometry;
+};
+
+struct LoadedModel {
+  std::string name;
+  std::string family;
+  DType weight_dtype = DType::kF32;
+  DType kv_dtype = DType::kF32;
+  DType compute_dtype = DType::kF32;
+  std::string fingerprint;
+  std::string numerics_id;
+  int64_t max_positions = 0;
+  std::vector<LoadedLayer> layers;
+};
+
+struct OpenSessionArguments {
+  int model = -1;             // -1 = raw
+  AttentionSpec raw_spec;
+  int raw_layers = 0;
+  DType raw_kv_dtype = DType::kF32;
+  std::vector<std::string> layers;  // empty = all that keep a history or context
+  int64_t ttl_seconds = 0;          // 0 = default
+  int64_t max_tokens = 0;
+};
+
+struct SessionState {
+  struct Layer {
+    std::string name;
+    int64_t length = 0;
+    int64_t context_length = 0;
+  };
+  std::string id;
+  std::string model;  // "raw" for raw sessions
+  std::string replica;
+  int64_t length = 0;
+  std::vector<Layer> layers;
+  int64_t kv_bytes = 0;
+  int64_t ttl_seconds = 0;
+  int64_t idle_seconds = 0;
+};
+
+// For gauges.
+struct RuntimeStats {
+  int64_t kv_capacity_bytes = 0;
+  int64_t kv_used_bytes = 0;
+  int64_t kv_idle_bytes = 0;  // held by sessions without a queued or running call (shared blocks in full)
+  int64_t sessions_open = 0;
+  int64_t sessions_active = 0;
+  int64_t sessions_expired = 0;  // ended so far
+  int64_t sessions_closed = 0;
+};
+
+struct BatchOutcome {
+  int64_t tokens = 0;     // rows and context rows computed
+  int64_t sequences = 0;
+  int64_t compute_us = 0;
+  int64_t started_us = 0;
+  StageTimes stages;
+  bool engine_failed = false;
+  enum class State : uint8_t {
+    kUntouched,  // did not fit into this batch
+    kContinues,  // some of it ran; give it again
+    kEnded,      // `status` is final
+  };
+  struct Job {
+    State state = State::kUntouched;
+    absl::Status status;
+    int64_t tokens = 0;  // rows of it in this batch
+  };
+  std::vector<Job> jobs;
+};
+
+class AttentionRuntime {
+ public:
+  // `engine` was made with options.engine; `now_us` reads the clock all times refer to.
+  AttentionRuntime(const RuntimeOptions& options, std::unique_ptr<AttentionEngine> engine,
+                   std::function<int64_t()> now_us);
+  ~AttentionRuntime();
+
+  // Packs every layer; `progress(done, layers)` after each. Start-up only.
+  absl::Status AddModel(const std::string& name, const Checkpoint& checkpoint,
+                        const std::function<void(int, int)>& progress);
+
+  const std::vector<LoadedModel>& models() const { return models_; }
+  const EngineInfo& info() const { return engine_->info(); }
+  int64_t progress_ns() const { return engine_->progress_ns(); }
+
+  // Session calls. REQUIRES: no batch holds a part of the session's work (Fork, Truncate, Close).
+  absl::StatusOr<SessionState> OpenSession(const OpenSessionArguments& arguments);
+  absl::StatusOr<SessionState> GetSession(const std::string& id, int64_t arrival_us);
+  absl::StatusOr<SessionState> ForkSession(const std::string& id, std::optional<int64_t> length,
+                                           int64_t arrival_us);
+  absl::StatusOr<SessionState> TruncateSession(const std::string& id, int64_t length,
+                                               int64_t arrival_us);
+  absl::Status CloseSession(const std::string& id, int64_t arrival_us);
+
+  // Runs one batch: the first job sets layer and spec, the others join where they fit. Jobs that have ended
+  // have committed (OK) or rolled back (anything else).
+  BatchOutcome RunBatch(std::span<AttendJob* const> jobs);
+  // Rolls back a job that will not be given again (cancelled, expired, shutting down).
+  void Abandon(AttendJob& job);
+
+  // Says which sessions have a queued or running call: they neither expire nor count as idle. Called on the
+  // runtime's thread.
+  void SetPinned(std::function<bool(const std::string& session_id)> pinned);
+  // Ends sessions idle beyond their ttl.
+  void ExpireSessions();
+  RuntimeStats Stats() const;
+  int64_t open_sessions() const { return static_cast<int64_t>(table_.open().size()); }
+
+ private:
+  // Layer, spec and kv dtype a job runs with, and its sessions.
+  struct Resolved {
+    int engine_layer = -1;
+    const AttentionSpec* spec = nullptr;
+    DType kv_dtype = DType::kF32;
+    std::vector<Session*> sessions;  // [sequences] null = stateless
+    std::vector<int> places;         // [sequences] index of the layer in the session
+
+    KvGeometry geometry() const { return GeometryOf(*spec, kv_dtype); }
+    bool SameBatch(const Resolved& other) const;
+  };
+  struct Batch;  // items under construction
+
+  absl::StatusOr<Resolved> Resolve(AttendJob& job);
+  absl::Status CheckSequence(const AttendJob& job, const Resolved& resolved, size_t index);
+  absl::Status ResolveRawSession(const AttendJob& job, Resolved& resolved);
+  absl::Status Begin(AttendJob& job, const Resolved& resolved, bool* wait_for_scratch);
+  absl::Status PrepareAnswer(AttendJob& job, const Resolved& resolved);
+  absl::Status ReserveSequence(AttendJob& job, const Resolved& resolved, size_t index,
+                               bool* wait_for_scratch);
+  bool AddChunk(AttendJob& job, size_t index, const Resolved& resolved, Batch& batch);
+  void AddBias(const AttendJob& job, size_t index, AttendItem& item);
+  void AddWeights(const AttendJob& job, size_t index, AttendItem& item);
+  int64_t ChunkRows(const AttentionSpec& spec, const AttendItem& whole) const;
+  absl::Status Run(const Batch& batch, const Resolved& resolved, BatchOutcome& outcome);
+  static absl::Status EngineFault(const std::string& what);
+  absl::Status Finish(AttendJob& job, const Resolved& resolved);
+  SessionState StateOf(const Session& session) const;
+  std::string LayerName(const Session& session, size_t index) const;
+
+  RuntimeOptions options_;
+  std::function<int64_t()> now_us_;
+  std::unique_ptr<AttentionEngine> engine_;
+  KvCache cache_;
+  SessionTable table_;
+  std::shared_ptr<BufferPool> buffers_;
+  std::vector<LoadedModel> models_;
+  std::function<bool(const std::string&)> pinned_;
+  double flops_per_us_ = 0;                         // moving average; 0 = nothing ran yet
+  bool failed_ = false;
+};
+
+}  // namespace attend

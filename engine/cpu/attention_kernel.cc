@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Cuts a batch into tiles and hands them to the workers; the arithmetic is in attention_tile.cc.
+// How a batch is cut changes no bit of the result.
+#include "engine/cpu/attention_kernel.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "engine/cpu/attention_tile.h"
+#include "engine/cpu/kv_blocks.h"
+#include "engine/cpu/row_convert.h"
+
+namespace attend {
+namespace {
+
+// Rows of a tile: enough to read a block's keys and values (from L2) at the speed of the
+// arithmetic, few enough for queries and outputs of 128 elements to stay in L2 beside them.
+constexpr int64_t kMaxTileRows = 96;
+// Below two register tiles of rows, more tiles cost as much time as they save.
+constexpr int64_t kMinTileRows = 12;
+// Tiles per worker that even out their different costs.
+constexpr int64_t kTilesPerWorker = 2;
+// States of all segments of a split tile are in memory together: only for low tiles.
+constexpr int64_t kMaxSplitRows = 32;
+
+const AttendItem& ItemAt(const AttentionBatch& batch, int plan_index) {
+  return batch.items[batch.plan->order[plan_index]];
+}
+
+KvBlockLayout LayoutOf(const AttentionBatch& batch, const AttendItem& item) {
+  return {GeometryOf(*batch.plan->spec, batch.plan->kv_dtype), item.block_tokens};
+}
+
+// One block's share of the new keys of one item.
+struct AppendTask {
+  int plan_index;
+  int64_t first_key;  // absolute
+  int64_t keys;
+};
+
+template <class T>
+void Transpose(const T* from, int64_t from_stride, int64_t keys, int64_t depth, T* to,
+               int64_t to_stride) {
+  for (int64_t d = 0; d < depth; ++d) {
+    for (int64_t i = 0; i < keys; ++i) to[d * to_stride + i] = from[i * from_stride + d];
+  }
+}
+
+void AppendToBlock(CpuIsa isa, const AttentionBatch& batch, const AppendTask& task) {
+  const AttendItem& item = ItemAt(batch, task.plan_index);
+  const KvBlockLayout layout = LayoutOf(batch, item);
+  const KvGeometry& geometry = layout.geometry;
+  const int64_t size = DTypeBytes(geometry.dtype);
+  const int64_t block = batch.plan->block_begin[task.plan_index] + task.first_key / kBlockTokens;
+  std::byte* memory = batch.kv_memory + batch.plan->block_address[block];
+  const int64_t slot = task.first_key % kBlockTokens;
+  const int64_t row =
+      batch.plan->new_key_begin[task.plan_index] + task.first_key - item.cached_keys;
+  alignas(64) std::byte narrow[kBlockTokens * kMaxHeadDim * sizeof(float)];
+  for (int h = 0; h < geometry.kv_heads; ++h) {
+    for (int64_t i = 0; i < task.keys; ++i) {
+      const int64_t from = (row + i) * geometry.kv_heads + h;
+      ConvertElements(isa, DType::kF32, batch.k + from * geometry.head_dim, geometry.dtype,
+                      narrow + i * geometry.head_dim * size, geometry.head_dim);
+      ConvertElements(isa, DType::kF32, batch.v + from * geometry.v_head_dim, geometry.dtype,
+                      memory + layout.ValueOffset(h) + (slot + i) * geometry.v_head_dim * size,
+                      geometry.v_head_dim);
+    }
+    std::byte* keys = memory + layout.KeyOffset(h) + slot * size;
+    if (size == 4) {
+      Transpose(reinterpret_cast<const uint32_t*>(narrow), geometry.head_dim, task.keys,
+                geometry.head_dim, reinterpret_cast<uint32_t*>(keys), layout.block_tokens);
+    } else {
+      Transpose(reinterpret_cast<const uint16_t*>(narrow), geometry.head_dim, task.keys,
+                geometry.head_dim, reinterpret_cast<uint16_t*>(keys), layout.block_tokens);
+    }
+  }
+}
+
+// Multiply-adds per head element, the measure for dividing work.
+int64_t Cost(const AttentionTile& tile) { return tile.rows() * (tile.keys.end - tile.keys.begin); }
+
+// Query rows of a tile of an item: near the wanted height, of equal heights, whole register tiles.
+int64_t TileQueryRows(int64_t query_rows, int64_t group, int64_t wanted_rows) {
+  const int64_t limit = std::max<int64_t>(1, wanted_rows / group);
+  const int64_t tiles = (query_rows + limit - 1) / limit;
+  const int64_t even = (query_rows + tiles - 1) / tiles;
+  const int64_t step = 6 / std::gcd<int64_t>(6, group);  // register tiles have 6 rows
+  const int64_t whole = (even + step - 1) / step * step;
+  return whole <= limit ? whole : even;
+}
+
+KeyRange UnionOfVisible(const AttentionTile& tile) {
+  const AttendItem& item = *tile.item;
+  const int64_t first = item.first_row + tile.row_begin;
+  KeyRange keys = VisibleKeys(*tile.spec, item.causal, first, item.keys());
+  for (int64_t i = 1; i < tile.query_rows; ++i) {
+    const KeyRange next = VisibleKeys(*tile.spec, item.causal, first + i, item.keys());
+    if (next.end == next.begin) continue;
+    if (keys.end == keys.begin) {
+      keys = next;
+    } else {
+      keys = {std::min(keys.begin, next.begin), std::max(keys.end, next.end)};
+    }
+  }
+  if (keys.end == keys.begin) keys = {0, 0};
+  return keys;
+}
+
+std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, int workers) {
+  const BatchPlan& plan = *batch.plan;
+  const AttentionSpec& spec = *plan.spec;
+  const int64_t wanted_rows = std::clamp(
+      plan.query_rows * spec.q_heads / (kTilesPerWorker * workers), kMinTileRows, kMaxTileRows);
+  std::vector<AttentionTile> tiles;
+  for (int p = 0; p < plan.items(); ++p) {
+    const AttendItem& item = ItemAt(batch, p);
+    if (item.rows == 0) continue;
+    AttentionTile tile;
+    tile.spec = &spec;
+    tile.item = &item;
+    tile.layout = LayoutOf(batch, item);
+    tile.kv_memory = batch.kv_memory;
+    tile.blocks = plan.block_address.data() + plan.block_begin[p];
+    tile.q = batch.q + plan.row_begin[p] * spec.q_heads * spec.head_dim;
+    tile.output = batch.output + plan.row_begin[p] * spec.q_heads * spec.v_head_dim;
+    const int64_t step = TileQueryRows(item.rows, spec.group_size(), wanted_rows);
+    for (tile.row_begin = 0; tile.row_begin < item.rows; tile.row_begin += step) {
+      tile.query_rows = std::min(step, item.rows - tile.row_begin);
+      tile.keys = UnionOfVisible(tile);
+      for (tile.kv_head = 0; tile.kv_head < spec.kv_heads; ++tile.kv_head) tiles.push_back(tile);
+    }
+  }
+  // Dear tiles first: the workers then finish together.
+  const auto dearer = [](const AttentionTile& a, const AttentionTile& b) {
+    return Cost(a) > Cost(b);
+  };
+  if (!std::is_sorted(tiles.begin(), tiles.end(), dearer)) {
+    std::stable_sort(tiles.begin(), tiles.end(), dearer);
+  }
+  return tiles;
+}
+
+// A whole tile (segment -1), or one segment of a split one.
+struct TileTask {
+  int64_t tile;
+  int64_t segment;  // index from the tile's first one
+  int64_t state;    // float offset in the split tiles' memory
+};
+
+// Leading tiles that would keep one worker busy longer than its share are split into their
+// segments.
+struct TileTasks {
+  std::vector<TileTask> tasks;
+  int64_t split_tiles = 0;
+  std::vector<int64_t> states;  // [split tiles] offset of the first state
+  int64_t state_floats = 0;
+};
+
+TileTasks MakeTasks(const std::vector<AttentionTile>& tiles, int workers) {
+  int64_t total = 0;
+  for (const AttentionTile& tile : tiles) total += Cost(tile);
+  TileTasks made;
+  for (int64_t t = 0; t < static_cast<int64_t>(tiles.size()); ++t) {
+    const AttentionTile& tile = tiles[t];
+    const bool split = workers > 1 && t == made.split_tiles && tile.segments() > 1 &&
+                       tile.rows() <= kMaxSplitRows &&
+                       Cost(tile) * kTilesPerWorker * workers > total;
+    if (!split) {
+      made.tasks.push_back({t, -1, 0});
+      continue;
+    }
+    ++made.split_tiles;
+    made.states.push_back(made.state_floats);
+    for (int64_t s = 0; s < tile.segments(); ++s) {
+      made.tasks.push_back({t, s, made.state_floats});
+      made.state_floats += SoftmaxStateFloats(tile);
+    }
+  }
+  return made;
+}
+
+}  // namespace
+
+void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) {
+  std::vector<AppendTask> tasks;
+  for (int p = 0; p < batch.plan->items(); ++p) {
+    const AttendItem& item = ItemAt(batch, p);
+    for (int64_t key = item.cached_keys; key < item.keys();) {
+      const int64_t end = std::min(item.keys(), (key / kBlockTokens + 1) * kBlockTokens);
+      tasks.push_back({p, key, end - key});
+      key = end;
+    }
+  }
+  pool.ParallelFor(static_cast<int64_t>(tasks.size()),
+                   [&](int64_t task, int) { AppendToBlock(isa, batch, tasks[task]); });
+}
+
+void Attend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) {
+  const TileFunctions& functions = TileFunctionsFor(isa);
+  const std::vector<AttentionTile> tiles = CutIntoTiles(batch, pool.workers());
+  const TileTasks made = MakeTasks(tiles, pool.workers());
+  float* states = nullptr;
+  if (made.state_floats > 0) {
+    states = reinterpret_cast<float*>(
+        ThreadScratch(ScratchUse::kStates, made.state_floats * int64_t{sizeof(float)}));
+  }
+  pool.ParallelFor(static_cast<int64_t>(made.tasks.size()), [&](int64_t index, int) {
+    const TileTask& task = made.tasks[index];
+    const AttentionTile& tile = tiles[task.tile];
+    if (task.segment < 0) {
+      functions.attend(tile);
+    } else {
+      functions.attend_segment(tile, tile.first_segment() + task.segment,
+                               SoftmaxStateAt(tile, states + task.state));
+    }
+  });
+  pool.ParallelFor(made.split_tiles, [&](int64_t index, int) {
+    functions.finish(tiles[index], states + made.states[index]);
+  });
+}
+
+}  // namespace attend

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One task of the attention stage: some rows of one item with all query heads of one key/value
+// head. The functions exist once per instruction set; attention_kernel.cc cuts batches into tiles
+// and calls them. A tile knows nothing of threads or of other tiles.
+//
+// A tile's rows are (query row, head of the group), heads innermost: row r is query row r /
+// group_size.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "engine/attention_plan.h"
+#include "engine/cpu/attention_kernel.h"
+#include "engine/cpu/kv_blocks.h"
+
+namespace attend {
+
+// Keys reduced from one fresh state; part of the numerics (DESIGN 4), not a tuning value.
+inline constexpr int64_t kSegmentKeys = 1024;
+
+struct AttentionTile {
+  const AttentionSpec* spec = nullptr;
+  const AttendItem* item = nullptr;
+  KvBlockLayout layout;
+  const std::byte* kv_memory = nullptr;
+  const int64_t* blocks = nullptr;  // addresses of the item's blocks
+  const float* q = nullptr;         // the item's row 0: [rows, q_heads, head_dim]
+  float* output = nullptr;          // the item's row 0: [rows, q_heads, v_head_dim]
+  int kv_head = 0;
+  int64_t row_begin = 0;  // query rows of the item: [row_begin, row_begin + query_rows)
+  int64_t query_rows = 0;
+  KeyRange keys;  // union of what its rows can see
+
+  int64_t rows() const { return query_rows * spec->group_size(); }
+  int64_t first_segment() const { return keys.begin / kSegmentKeys; }
+  int64_t segments() const {
+    return keys.end > keys.begin ? (keys.end - 1) / kSegmentKeys + 1 - first_segment() : 0;
+  }
+};
+
+// Softmax of a tile's rows over some keys: weights are exp(score - max), `sum` their sum and `o`
+// the sum of weighted values. Without visible keys: (-inf, 0, 0). Borrowed memory.
+struct SoftmaxState {
+  float* max = nullptr;  // [rows]
+  float* sum = nullptr;  // [rows]
+  float* o = nullptr;    // [rows, PaddedWidth(v_head_dim)]
+};
+
+// Row stride of SoftmaxState::o: whole vectors of any instruction set.
+inline int64_t PaddedWidth(int64_t width) { return (width + 15) / 16 * 16; }
+inline int64_t SoftmaxStateFloats(const AttentionTile& tile) {
+  return (tile.rows() * (2 + PaddedWidth(tile.spec->v_head_dim)) + 15) / 16 * 16;
+}
+inline SoftmaxState SoftmaxStateAt(const AttentionTile& tile, float* memory) {
+  const int64_t rows = tile.rows();
+  float* statistics = memory + rows * PaddedWidth(tile.spec->v_head_dim);
+  return {statistics, statistics + rows, memory};
+}
+
+struct TileFunctions {
+  // The whole tile: all segments in ascending order, output and weights.
+  void (*attend)(const AttentionTile& tile);
+  // One segment from a fresh state.
+  void (*attend_segment)(const AttentionTile& tile, int64_t segment, SoftmaxState state);
+  // The rest of a tile whose segments were computed apart: merges the `segments()` states that lie
+  // SoftmaxStateFloats apart, in ascending order, into the first one, then output and weights.
+  void (*finish)(const AttentionTile& tile, float* states);
+};
+
+const TileFunctions& TileFunctionsFor(CpuIsa isa);
+
+// This thread's scratch memory, 64-byte aligned, kept until the thread ends. Asking again for the
+// same purpose may move it.
+enum class ScratchUse : uint8_t { kTile, kStates };
+std::byte* ThreadScratch(ScratchUse use, int64_t bytes);
+
+}  // namespace attend

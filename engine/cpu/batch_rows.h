@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The rows of one batch between the caller's tensors and the engine's matrices: which item a row of
+// the plan belongs to, its position, and reading, rounding and writing of rows on the pool.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "engine/attention_plan.h"
+#include "engine/cpu/attention_kernel.h"
+#include "engine/cpu/worker_pool.h"
+
+namespace attend {
+
+// Borrows everything; lives as long as one Start.
+class BatchRows {
+ public:
+  BatchRows(const BatchPlan& plan, std::span<const AttendItem> items, CpuIsa isa, WorkerPool& pool)
+      : plan_(plan), items_(items), isa_(isa), pool_(pool) {}
+
+  const BatchPlan& plan() const { return plan_; }
+  const AttentionSpec& spec() const { return *plan_.spec; }
+
+  // Converts the query rows of all items, in plan order, to `to` [query rows, width] of `dtype`.
+  void ReadQueries(InputRows AttendItem::*source, int64_t width, DType dtype, std::byte* to) const;
+
+  // Converts new keys [first, key_rows) in plan order to `to` [key_rows - first, width].
+  void ReadKeys(int64_t first, InputRows AttendItem::*source, int64_t width, DType dtype,
+                std::byte* to) const;
+
+  // Rounds [query rows, width] floats to BF16.
+  void Round(const float* from, int64_t width, std::byte* to) const;
+
+  // Converts [query rows, width] floats to the items' outputs.
+  void WriteOutputs(const float* from, int64_t width) const;
+
+  // Absolute position of a query row and of a new key, by their places in plan order.
+  int64_t QueryPosition(int64_t row) const;
+  int64_t KeyPosition(int64_t key) const;
+
+ private:
+  void Read(std::span<const int64_t> begins, int64_t first, InputRows AttendItem::*source,
+            int64_t width, DType dtype, std::byte* to) const;
+
+  const BatchPlan& plan_;
+  std::span<const AttendItem> items_;
+  CpuIsa isa_;
+  WorkerPool& pool_;
+};
+
+}  // namespace attend

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CPU engine's threads: a fixed number, the caller included, woken for one ParallelFor at a
+// time.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace attend {
+
+class WorkerPool {
+ public:
+  // `workers` >= 1 threads take part; workers - 1 are created here and live as long as the pool.
+  explicit WorkerPool(int workers);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  int workers() const { return workers_; }
+
+  // Calls work(task, worker) once for every task in [0, tasks), worker in [0, workers()), and
+  // returns when all are done. Tasks are handed out in ascending order, one at a time, from a
+  // shared counter. One caller at a time, the same thread always takes part as worker 0. `work`
+  // must not throw or call ParallelFor.
+  void ParallelFor(int64_t tasks, const std::function<void(int64_t task, int worker)>& work);
+
+  // Monotonic clock reading of the last finished task, nanoseconds; any thread. 0 before the first.
+  int64_t progress_ns() const { return progress_ns_.load(std::memory_order_relaxed); }
+
+ private:
+  // A round (one ParallelFor) is open while the caller hands out tasks. Workers join an open round
+  // by counting themselves in, so a late one can never touch the next round's task counter, and the
+  // caller never waits for one that has not woken up.
+  //   round_ = sequence << 32 | open << 31 | workers inside
+  static constexpr uint64_t kOpen = uint64_t{1} << 31;
+  static constexpr uint64_t kInside = kOpen - 1;
+
+  void RunTasks(int worker);
+  void WorkerLoop(int worker);
+  bool JoinRound(uint64_t* last_sequence);
+  bool WaitForRound(uint64_t last_sequence);
+
+  const int workers_;
+  alignas(64) std::atomic<uint64_t> round_{0};
+  alignas(64) std::atomic<int64_t> next_task_{0};
+  alignas(64) std::atomic<int64_t> progress_ns_{0};
+
+  // Of the open round; written by the caller while no worker is inside.
+  int64_t tasks_ = 0;
+  const std::function<void(int64_t, int)>* work_ = nullptr;
+
+  std::atomic<int> sleepers_{0};
+  std::atomic<bool> stopping_{false};
+  std::mutex mutex_;  // of wake_ only
+  std::condition_variable wake_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace attend

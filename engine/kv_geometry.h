@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How one layer's keys and values are stored in a cache block. Blocks hold kBlockTokens tokens of one
+// history; within a layer's part of a block, all key heads come first, then all value heads. The layout
+// inside a head is the engine's own business; only the number of bytes is agreed here.
+#pragma once
+
+#include <cstdint>
+
+#include "engine/util/dtype.h"
+
+namespace attend {
+
+inline constexpr int kBlockTokens = 64;  // aligned to the absolute key index: block b holds 64b .. 64b+63
+
+struct KvGeometry {
+  int kv_heads = 0;
+  int head_dim = 0;    // of keys
+  int v_head_dim = 0;  // of values
+  DType dtype = DType::kF32;
+
+  int64_t TokenBytes() const {
+    return int64_t{kv_heads} * (head_dim + v_head_dim) * DTypeBytes(dtype);
+  }
+  // A layer's part of a full block; rounded up so that every part starts on a cache line.
+  int64_t BlockBytes() const { return (TokenBytes() * kBlockTokens + 63) / 64 * 64; }
+
+  friend bool operator==(const KvGeometry&, const KvGeometry&) = default;
+};
+
+}  // namespace attend

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/batcher.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "engine/util/check.h"
+#include "engine/util/error.h"
+
+namespace attend {
+namespace {
+
+// Session expiry and gauges are looked at this often while idle, and between batches.
+constexpr int64_t kTidyUs = 200000;
+
+// Jobs of one (model, layer, cross) share a batch; raw work is one kind, split further by the
+// runtime.
+uint64_t KindOf(const AttendJob& job) {
+  const auto model = static_cast<uint64_t>(job.model + 2);
+  return model << 33 | static_cast<uint64_t>(job.layer) << 1 | (job.cross ? 1 : 0);
+}
+
+}  // namespace
+
+Batcher::Batcher(AttentionRuntime& runtime, int64_t batch_tokens, std::function<int64_t()> now_us,
+                 Observer observer, StatsObserver stats_observer)
+    : runtime_(runtime),
+      batch_tokens_(batch_tokens),
+      now_us_(std::move(now_us)),
+      observer_(std::move(observer)),
+      stats_observer_(std::move(stats_observer)) {
+  runtime_.SetPinned([this](const std::string& session_id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return queue_.Pinned(session_id);
+  });
+  stats_.runtime = runtime_.Stats();
+}
+
+void Batcher::Start() {
+  thread_ = std::thread([this] { Loop(); });
+}
+
+Batcher::~Batcher() { Stop(absl::UnavailableError("the server stops")); }
+
+void Batcher::Push(TaskFacts facts, Task task) {
+  absl::Status stopped;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!stopping_) {
+      const TaskId id = next_id_++;
+      queue_.Push(id, std::move(facts));
+      tasks_.emplace(id, std::move(task));
+      wake_.notify_one();
+      return;
+    }
+    stopped = stop_reason_;
+  }
+  task.done(stopped);
+}
+
+void Batcher::Submit(std::shared_ptr<AttendJob> job, Done done) {
+  TaskFacts facts;
+  facts.kind = KindOf(*job);
+  facts.tokens = job->tokens();
+  facts.layer = job->layer;
+  for (const SequenceJob& sequence : job->sequences) {
+    if (!sequence.session_id.empty()) facts.session_ids.push_back(sequence.session_id);
+  }
+  Push(std::move(facts), {std::move(job), {}, std::move(done)});
+}
+
+void Batcher::SubmitControl(const std::string& session_id, Control control, Done stopped) {
+  TaskFacts facts;
+  if (!session_id.empty()) facts.session_ids.push_back(session_id);
+  Push(std::move(facts), {nullptr, std::move(control), std::move(stopped)});
+}
+
+void Batcher::Wake() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  look_ = true;
+  wake_.notify_one();
+}
+
+void Batcher::Stop(const absl::Status& reason) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!stopping_) stop_reason_ = reason;
+    stopping_ = true;
+    wake_.notify_one();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+BatcherStats Batcher::Stats() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  BatcherStats stats = stats_;
+  stats.running_requests = static_cast<int64_t>(running_);
+  stats.queue_requests = static_cast<int64_t>(queue_.size() - running_);
+  stats.queue_tokens = queue_.tokens();
+  return stats;
+}
+
+bool Batcher::idle() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return queue_.size() == 0;
+}
+
+Batcher::Task* Batcher::Find(TaskId id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return &tasks_.at(id);  // references stay valid while others are added
+}
+
+void Batcher::EndTask(TaskId id, absl::Status status) {
+  Task task;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    task = std::move(tasks_.at(id));
+    tasks_.erase(id);
+    queue_.Remove(id);
+  }
+  if (task.job != nullptr || !status.ok()) task.done(std::move(status));
+}
+
+// Ends waiting jobs that were cancelled or whose deadline passed: dead work is never launched.
+void Batcher::EndExpired() {
+  const int64_t now = now_us_();
+  std::vector<std::pair<TaskId, std::shared_ptr<AttendJob>>> dead;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    look_ = false;
+    for (TaskId id : queue_.waiting()) {
+      const std::shared_ptr<AttendJob>& job = tasks_.at(id).job;
+      if (job != nullptr && (job->cancelled.load() || now > job->deadline_us)) {
+        dead.emplace_back(id, job);
+      }
+    }
+  }
+  for (auto& [id, job] : dead) {
+    runtime_.Abandon(*job);
+    const bool cancelled = job->cancelled.load();
+    EndTask(id, cancelled
+                    ? MakeError(absl::StatusCode::kCancelled, {.reason = Reason::kCancelled},
+                                "the call was cancelled")
+                    : MakeError(absl::StatusCode::kDeadlineExceeded, {.reason = Reason::kDeadline},
+                                "the deadline passed while the request waited"));
+  }
+}
+
+void Batcher::Publish() {
+  const int64_t now = now_us_();
+  runtime_.ExpireSessions();
+  const RuntimeStats stats = runtime_.Stats();
+  stats_observer_(stats);
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.runtime = stats;
+  stats_.tokens_per_ms = tokens_per_ms_;
+  published_us_ = now;
+}
+
+void Batcher::RunTasks(const std::vector<TaskId>& ids) {
+  Task* first = Find(ids.front());
+  if (first->job == nullptr) {
+    first->control(runtime_);
+    EndTask(ids.front(), absl::OkStatus());
+    return;
+  }
+  std::vector<AttendJob*> jobs;
+  for (TaskId id : ids) jobs.push_back(Find(id)->job.get());
+  const BatchOutcome outcome = runtime_.RunBatch(jobs);
+  if (outcome.engine_failed) engine_failed_.store(true);
+  if (outcome.tokens > 0) {
+    const double rate =
+        1000.0 * double(outcome.tokens) / double(std::max<int64_t>(1, outcome.compute_us));
+    tokens_per_ms_ = tokens_per_ms_ <= 0 ? rate : 0.8 * tokens_per_ms_ + 0.2 * rate;
+  }
+  observer_(outcome);
+
+  // A batch that ran nothing waits for memory other jobs hold: they get their turn first.
+  const bool stuck = outcome.sequences == 0;
+  for (size_t i = ids.size(); i-- > 0;) {
+    if (outcome.jobs[i].state == BatchOutcome::State::kUntouched) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!stuck) queue_.BackToHead(ids[i]);
+    }
+  }
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const BatchOutcome::State state = outcome.jobs[i].state;
+    if (state == BatchOutcome::State::kEnded) {
+      EndTask(ids[i], outcome.jobs[i].status);
+    } else if (state == BatchOutcome::State::kContinues || stuck) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      queue_.BackToTail(ids[i]);
+    }
+  }
+}
+
+void Batcher::Loop() {
+  for (;;) {
+    std::vector<TaskId> ids;
+    bool look = false;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      running_ = 0;
+      if (queue_.size() == 0 && !stopping_) {
+        lock.unlock();
+        Publish();
+        lock.lock();
+      }
+      wake_.wait_for(lock, std::chrono::microseconds(kTidyUs),
+                     [this] { return stopping_ || look_ || queue_.size() > 0; });
+      if (stopping_) break;
+      look = look_ || queue_.size() > 0;
+    }
+    if (look) EndExpired();
+    if (now_us_() - published_us_ > kTidyUs) Publish();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ids = queue_.Next(batch_tokens_);
+      running_ = ids.size();
+    }
+    if (!ids.empty()) RunTasks(ids);
+  }
+  std::vector<TaskId> rest;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    rest.assign(queue_.waiting().begin(), queue_.waiting().end());
+  }
+  for (TaskId id : rest) {
+    if (const std::shared_ptr<AttendJob> job = Find(id)->job) runtime_.Abandon(*job);
+    EndTask(id, stop_reason_);
+  }
+  Publish();
+}
+
+}  // namespace attend

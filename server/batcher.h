@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The engine thread: takes tasks from a BatchQueue, runs them through the AttentionRuntime, and
+// answers. Everything that touches the runtime's sessions and cache happens on this thread.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "engine/attend_job.h"
+#include "engine/attention_runtime.h"
+#include "server/batch_queue.h"
+
+namespace attend {
+
+// What the engine thread last saw; for gauges and retry hints.
+struct BatcherStats {
+  RuntimeStats runtime;
+  int64_t queue_requests = 0;  // waiting
+  int64_t queue_tokens = 0;
+  int64_t running_requests = 0;
+  double tokens_per_ms = 0;  // moving average of batches
+};
+
+class Batcher {
+ public:
+  using Done = std::function<void(absl::Status)>;
+  using Control = std::function<void(AttentionRuntime&)>;
+  // After every batch, on the engine thread.
+  using Observer = std::function<void(const BatchOutcome&)>;
+
+  // Whenever sessions were tidied, on the engine thread.
+  using StatsObserver = std::function<void(const RuntimeStats&)>;
+
+  // `runtime` outlives the batcher.
+  Batcher(AttentionRuntime& runtime, int64_t batch_tokens, std::function<int64_t()> now_us,
+          Observer observer, StatsObserver stats_observer);
+  ~Batcher();
+
+  // Starts the thread; until then tasks only gather. Once.
+  void Start();
+
+  // Takes a job. `done` is called exactly once, on the engine thread (or here when stopped).
+  void Submit(std::shared_ptr<AttendJob> job, Done done);
+
+  // Runs `control` between batches, after all earlier work of the session (empty = no session).
+  // Never called when stopped first: `stopped` is, with the reason.
+  void SubmitControl(const std::string& session_id, Control control, Done stopped);
+
+  // The job's `cancelled` was set: end it soon if it waits.
+  void Wake();
+
+  // Ends what waits with `reason` after the running batch, and joins. Idempotent.
+  void Stop(const absl::Status& reason);
+
+  BatcherStats Stats() const;
+  bool idle() const;  // nothing waiting or running
+  bool engine_failed() const { return engine_failed_.load(); }
+
+ private:
+  struct Task {
+    std::shared_ptr<AttendJob> job;  // null = control
+    Control control;
+    Done done;
+  };
+
+  void Push(TaskFacts facts, Task task);
+  void Loop();
+  void RunTasks(const std::vector<TaskId>& ids);
+  void EndTask(TaskId id, absl::Status status);
+  void EndExpired();
+  void Publish();
+  Task* Find(TaskId id);
+
+  AttentionRuntime& runtime_;
+  const int64_t batch_tokens_;
+  const std::function<int64_t()> now_us_;
+  const Observer observer_;
+  const StatsObserver stats_observer_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;
+  BatchQueue queue_;                        // guarded by mutex_
+  std::unordered_map<TaskId, Task> tasks_;  // guarded by mutex_
+  TaskId next_id_ = 1;                      // guarded by mutex_
+  size_t running_ = 0;                      // guarded by mutex_
+  bool look_ = false;                       // guarded by mutex_: a waiting job was cancelled
+  bool stopping_ = false;                   // guarded by mutex_
+  absl::Status stop_reason_;                // guarded by mutex_
+  BatcherStats stats_;                      // guarded by mutex_
+  int64_t published_us_ = 0;                // engine thread
+  double tokens_per_ms_ = 0;                // engine thread
+  std::atomic<bool> engine_failed_{false};
+  std::thread thread_;
+};
+
+}  // namespace attend

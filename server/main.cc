@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// attend-server: options, signals, exit codes. 0 = stopped as asked, 1 = failed or stopped twice, 2 = wrong
+// flag, checkpoint or port.
+#include <grpcpp/grpcpp.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "server/health_client.h"
+#include "server/server.h"
+
+namespace {
+
+sigset_t StopSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  return signals;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const attend::Machine machine = attend::ReadMachine();
+  absl::StatusOr<attend::Options> options = attend::ParseOptions(
+      argc, argv, [](const char* name) -> const char* { return std::getenv(name); }, machine);
+  if (!options.ok()) {
+    std::fprintf(stderr, "attend-server: %s\n", std::string(options.status().message()).c_str());
+    return 2;
+  }
+  if (options->help) {
+    std::fputs(attend::HelpText().c_str(), stdout);
+    return 0;
+  }
+  if (options->version) {
+    std::printf("attend-server %s\n", ATTEND_VERSION);
+    return 0;
+  }
+  if (options->health.has_value()) return attend::AskHealth(*options->health);
+
+  // One thread takes the signals; all others are created with them blocked.
+  const sigset_t signals = StopSignals();
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  signal(SIGPIPE, SIG_IGN);
+  attend::Logger logger(options->log_format);
+  auto server = std::make_unique<attend::Server>(*options, machine, logger);
+  std::atomic<bool> serving{false};
+  std::thread([&, signals] {
+    for (int count = 0;; ++count) {
+      int signal = 0;
+      sigwait(&signals, &signal);
+      if (!serving.load()) {
+        logger.Write(attend::LogLevel::kInfo, "stopped", {{"while", "loading"}});
+        _exit(0);
+      }
+      if (count > 0) _exit(1);
+      server->RequestStop();
+    }
+  }).detach();
+
+  if (absl::Status status = server->Start(); !status.ok()) {
+    std::fprintf(stderr, "attend-server: %s\n", std::string(status.message()).c_str());
+    std::fflush(stderr);
+    _exit(2);  // the signal thread may hold references
+  }
+  serving.store(true);
+  server->Run();
+  server.reset();
+  std::fflush(stderr);
+  _exit(0);
+}

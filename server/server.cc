@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/server.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "engine/util/error.h"
+#include "engine/util/status_macros.h"
+
+namespace attend {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+using std::chrono::system_clock;
+
+// How often old streams and the engine's health are looked at.
+constexpr int64_t kTickMs = 200;
+// How often a drain looks whether it may end.
+constexpr int64_t kDrainTickMs = 20;
+// Time for the last answers to leave when the drain limit is reached.
+constexpr std::chrono::seconds kLastAnswers{2};
+// Two queue threads serve small machines best; more help only where compute does not own the cores.
+constexpr int64_t kCoresPerQueueThread = 4;
+
+int64_t NowUs() {
+  return std::chrono::duration_cast<std::chrono::microseconds>(
+             steady_clock::now().time_since_epoch())
+      .count();
+}
+
+std::string Mebibytes(int64_t bytes) { return std::to_string((bytes + (1 << 19)) >> 20) + " MiB"; }
+
+// Bytes of one row of everything a batch computes: input, q, k, v, attention output, output.
+int64_t ActivationBytes(const AttentionSpec& spec) {
+  return 4 * (int64_t{spec.d_model} + spec.output_width +
+              int64_t{spec.q_heads} * (spec.head_dim + spec.v_head_dim) +
+              int64_t{spec.kv_heads} * (spec.head_dim + spec.v_head_dim));
+}
+
+int64_t KvBytesPerToken(const Options& options, const Checkpoint& checkpoint,
+                        const AttentionSpec& spec) {
+  DType dtype = options.kv_dtype;
+  if (dtype == DType::kUnspecified) {
+    dtype = checkpoint.weight_dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
+  }
+  return GeometryOf(spec, dtype).TokenBytes();
+}
+
+}  // namespace
+
+MemoryPlan PlanMemory(const Options& options,
+                      const std::vector<std::pair<std::string, Checkpoint>>& checkpoints) {
+  MemoryPlan plan;
+  plan.kv = options.limits.kv_bytes;
+  plan.queue = options.limits.queue_bytes + 4 * options.limits.message_bytes;
+  // Raw k and v of one message, widened from 16 bits, with room for blocks and slabs.
+  plan.scratch = 4 * options.limits.message_bytes;
+  int64_t row_bytes = 0;
+  for (const auto& [name, checkpoint] : checkpoints) {
+    for (const ModelLayer& layer : checkpoint.layers) {
+      const int64_t widened = layer.weight_dtype == DType::kF16 ? 2 : 1;
+      plan.weights += layer.weight_bytes * widened;
+      row_bytes = std::max(row_bytes, ActivationBytes(layer.spec));
+      const int64_t sequence =
+          KvBytesPerToken(options, checkpoint, layer.spec) * (options.limits.request_tokens + 64);
+      plan.scratch = std::max(plan.scratch, sequence / 7 * 8 + (int64_t{16} << 20));
+    }
+  }
+  plan.staging = options.limits.batch_tokens * row_bytes;
+  return plan;
+}
+
+Server::Server(Options options, const Machine& machine, Logger& logger)
+    : options_(std::move(options)), machine_(machine), logger_(logger), start_us_(NowUs()) {}
+
+Server::~Server() {
+  // Calls end before what they use: first no new ones, then their answers, then the queues.
+  if (dispatcher_ != nullptr) dispatcher_->Shutdown(system_clock::now());
+  if (batcher_ != nullptr) batcher_->Stop(absl::UnavailableError("the server stops"));
+  if (dispatcher_ != nullptr) dispatcher_->Stop();
+}
+
+absl::Status Server::LoadCheckpoints() {
+  for (const ModelFlag& model : options_.models) {
+    absl::StatusOr<Checkpoint> checkpoint = LoadCheckpoint(model.directory);
+    if (!checkpoint.ok()) {
+      return absl::InvalidArgumentError("--model=" + model.name + "=" + model.directory + ": " +
+                                        std::string(checkpoint.status().message()));
+    }
+    checkpoints_.emplace_back(model.name, *std::move(checkpoint));
+  }
+  memory_ = PlanMemory(options_, checkpoints_);
+  logger_.Write(LogLevel::kInfo, "memory",
+                {{"weights", Mebibytes(memory_.weights)},
+                 {"kv", Mebibytes(memory_.kv)},
+                 {"scratch", Mebibytes(memory_.scratch)},
+                 {"queue", Mebibytes(memory_.queue)},
+                 {"staging", Mebibytes(memory_.staging)},
+                 {"total", Mebibytes(memory_.Total())},
+                 {"allowed", Mebibytes(machine_.memory_bytes)}});
+  if (memory_.Total() <= machine_.memory_bytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      "--kv_bytes=" + std::to_string(options_.limits.kv_bytes) + ": weights " +
+      Mebibytes(memory_.weights) + " + kv " + Mebibytes(memory_.kv) + " + scratch " +
+      Mebibytes(memory_.scratch) + " + queue " + Mebibytes(memory_.queue) + " + staging " +
+      Mebibytes(memory_.staging) + " = " + Mebibytes(memory_.Total()) +
+      " do not fit into the memory of " + Mebibytes(machine_.memory_bytes) +
+      "; lower --kv_bytes, --queue_bytes, --request_tokens or --message_bytes");
+}
+
+absl::Status Server::Start() {
+  RETURN_IF_ERROR(LoadCheckpoints());
+  RuntimeOptions runtime;
+  runtime.engine.device = options_.device;
+  runtime.engine.isa = options_.isa;
+  runtime.engine.compute = options_.compute;
+  runtime.engine.threads = static_cast<int>(options_.threads);
+  runtime.engine.kv_bytes = memory_.kv / 4096 * 4096;
+  runtime.engine.scratch_bytes = memory_.scratch / 4096 * 4096;
+  runtime.kv_dtype = options_.kv_dtype;
+  runtime.replica = options_.replica_id;
+  runtime.start = std::to_string(
+      std::chrono::duration_cast<milliseconds>(system_clock::now().time_since_epoch()).count());
+  runtime.sessions = options_.limits.sessions;
+  runtime.session_ttl_seconds = options_.limits.session_ttl_seconds;
+  runtime.session_ttl_cap_seconds = options_.session_ttl_cap_seconds;
+  runtime.batch_tokens = options_.limits.batch_tokens;
+  runtime.chunk_us = options_.chunk_us;
+  ASSIGN_OR_RETURN(std::unique_ptr<AttentionEngine> engine, MakeEngine(runtime.engine));
+  runtime_ = std::make_unique<AttentionRuntime>(runtime, std::move(engine), NowUs);
+
+  MetricsConfig config;
+  for (const ModelFlag& model : options_.models) config.models.push_back(model.name);
+  config.deadline_ms = options_.limits.deadline_ms;
+  config.batch_tokens = options_.limits.batch_tokens;
+  config.version = ATTEND_VERSION;
+  config.engine = runtime_->info().engine;
+  config.isa = runtime_->info().isa;
+  config.numerics = runtime_->info().numerics_id;
+  metrics_ = std::make_unique<Metrics>(config, [this] { return Gauges(); });
+  call_metrics_ = std::make_unique<CallMetrics>(*metrics_, state_);
+  batcher_ = std::make_unique<Batcher>(
+      *runtime_, options_.limits.batch_tokens, NowUs,
+      [this](const BatchOutcome& outcome) { Observe(outcome); },
+      [this](const RuntimeStats& stats) {
+        metrics_->SessionEnded(SessionEnd::kExpired, stats.sessions_expired - expired_reported_);
+        metrics_->SessionEnded(SessionEnd::kClosed, stats.sessions_closed - closed_reported_);
+        expired_reported_ = stats.sessions_expired;
+        closed_reported_ = stats.sessions_closed;
+      });
+  admission_ = std::make_unique<Admission>(
+      AdmissionLimits{options_.limits.queue_requests, options_.limits.queue_tokens,
+                      options_.limits.queue_bytes},
+      [this] {
+        // Time to compute what waits, as far as throughput is known.
+        const BatcherStats stats = batcher_->Stats();
+        const double ms =
+            stats.tokens_per_ms > 0 ? double(stats.queue_tokens) / stats.tokens_per_ms : 50;
+        return std::clamp<int64_t>(static_cast<int64_t>(ms), 10, 1000);
+      });
+  service_ = std::make_unique<AttentionService>(
+      ServiceParts{&options_, runtime_.get(), batcher_.get(), admission_.get(), metrics_.get(),
+                   &logger_, &state_, NowUs});
+  RETURN_IF_ERROR(OpenPorts());
+  return PackModels();
+}
+
+absl::Status Server::OpenPorts() {
+  health_.SetServing("liveness", true);
+  MethodTable methods;
+  for (const auto& [path, method] : service_->methods()) methods[path] = method.get();
+  health_.AddTo(methods);
+  if (options_.reflection) reflection_.AddTo(methods);
+
+  DispatcherSettings settings;
+  settings.listen = options_.listen;
+  settings.queue_threads =
+      static_cast<int>(std::max<int64_t>(2, options_.threads / kCoresPerQueueThread));
+  settings.max_receive_bytes = 2 * options_.limits.message_bytes;
+  settings.resource_quota_bytes = memory_.queue + (int64_t{64} << 20);
+  settings.connection_age = std::chrono::seconds(options_.connection_age_seconds);
+  // Longer than any stream and the last item of it: gRPC must never cut a running item.
+  settings.connection_grace =
+      std::chrono::seconds(options_.stream_age_seconds + options_.limits.deadline_ms / 1000 + 60);
+  settings.stream_items_in_flight = options_.limits.stream_items_in_flight;
+  ASSIGN_OR_RETURN(dispatcher_, Dispatcher::Start(settings, std::move(methods), *call_metrics_));
+
+  HttpHandlers handlers;
+  handlers.metrics = [this] { return metrics_->PageText(); };
+  handlers.healthy = [] { return absl::OkStatus(); };
+  handlers.ready = [this] { return Ready(); };
+  ASSIGN_OR_RETURN(http_, HttpEndpoint::Start(options_.metrics_listen, std::move(handlers)));
+
+  std::string joined;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const std::string& address : dispatcher_->addresses()) {
+      joined += (joined.empty() ? "" : " ") + address;
+      if (const size_t colon = address.rfind(':');
+          colon != std::string::npos && !address.starts_with("unix:")) {
+        listen_ports_.push_back(std::atoi(address.c_str() + colon + 1));
+      }
+    }
+  }
+  const std::string metrics =
+      options_.metrics_listen.substr(0, options_.metrics_listen.rfind(':') + 1) +
+      std::to_string(http_->port());
+  logger_.Write(LogLevel::kInfo, "listening",
+                {{"grpc", joined}, {"http", metrics}});
+  return absl::OkStatus();
+}
+
+absl::Status Server::PackModels() {
+  for (const auto& [name, checkpoint] : checkpoints_) {
+    int64_t reported_us = NowUs();
+    const auto progress = [&, &name = name](int done, int layers) {
+      if (done < layers && NowUs() - reported_us < 1000000) return;
+      reported_us = NowUs();
+      logger_.Write(LogLevel::kInfo, "loading",
+                    {{"model", name}, {"layers", done}, {"of", layers}});
+    };
+    RETURN_IF_ERROR(runtime_->AddModel(name, checkpoint, progress));
+    const LoadedModel& model = runtime_->models().back();
+    int64_t block_bytes = 0;
+    for (const LoadedLayer& layer : model.layers) {
+      if (layer.spec.causal || layer.spec.mask_selectable) block_bytes += layer.geometry.BlockBytes();
+    }
+    kv_capacity_tokens_.push_back(
+        block_bytes == 0 ? 0 : memory_.kv / block_bytes * kBlockTokens);
+    logger_.Write(LogLevel::kInfo, "loaded",
+                  {{"model", name},
+                   {"family", model.family},
+                   {"layers", model.layers.size()},
+                   {"weights", DTypeName(model.weight_dtype)},
+                   {"compute", DTypeName(model.compute_dtype)},
+                   {"kv", DTypeName(model.kv_dtype)},
+                   {"numerics", model.numerics_id}});
+  }
+  checkpoints_.clear();  // the engine has packed copies
+  batcher_->Start();
+  state_.starting.store(false);
+  for (const char* name : {"", "attend.v1.Attention", "readiness"}) {
+    health_.SetServing(name, true);
+  }
+  const EngineInfo& engine = runtime_->info();
+  logger_.Write(LogLevel::kInfo, "serving",
+                {{"version", ATTEND_VERSION},
+                 {"replica", options_.replica_id},
+                 {"engine", engine.engine},
+                 {"device", engine.device},
+                 {"isa", engine.isa},
+                 {"threads", engine.threads},
+                 {"models", runtime_->models().size()},
+                 {"start_ms", (NowUs() - start_us_) / 1000}});
+  return absl::OkStatus();
+}
+
+void Server::Observe(const BatchOutcome& outcome) {
+  if (outcome.sequences > 0) {
+    metrics_->BatchRan(outcome.tokens, outcome.tokens, outcome.sequences);
+  }
+  if (outcome.engine_failed) {
+    logger_.Write(LogLevel::kError, "engine_failed",
+                  {{"message", "the engine failed; this process takes no more work"}});
+  }
+}
+
+absl::Status Server::Ready() const {
+  if (state_.starting.load()) return absl::UnavailableError("loading models");
+  if (state_.draining.load()) return absl::UnavailableError("draining");
+  if (batcher_->engine_failed()) return absl::UnavailableError("the engine failed");
+  return absl::OkStatus();
+}
+
+GaugeSnapshot Server::Gauges() const {
+  GaugeSnapshot gauges;
+  gauges.streams = state_.streams.load();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    gauges.listen_ports = listen_ports_;
+  }
+  if (state_.starting.load()) return gauges;
+  const BatcherStats stats = batcher_->Stats();
+  gauges.queue_requests = stats.queue_requests;
+  gauges.queue_tokens = stats.queue_tokens;
+  gauges.running_requests = stats.running_requests;
+  const RuntimeStats& runtime = stats.runtime;
+  gauges.kv_free_bytes = runtime.kv_capacity_bytes - runtime.kv_used_bytes;
+  gauges.kv_idle_bytes = runtime.kv_idle_bytes;
+  gauges.kv_active_bytes = runtime.kv_used_bytes - runtime.kv_idle_bytes;
+  gauges.kv_capacity_tokens = kv_capacity_tokens_;
+  gauges.sessions_active = runtime.sessions_active;
+  gauges.sessions_idle = runtime.sessions_open - runtime.sessions_active;
+  if (const int64_t progress_ns = runtime_->progress_ns(); progress_ns > 0) {
+    const double ago = static_cast<double>(NowUs()) * 1e-6 - static_cast<double>(progress_ns) * 1e-9;
+    const double now =
+        std::chrono::duration<double>(system_clock::now().time_since_epoch()).count();
+    gauges.engine_progress_seconds = now - std::max(0.0, ago);
+  }
+  return gauges;
+}
+
+void Server::RequestStop() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stop_ = true;
+  stop_changed_.notify_all();
+}
+
+bool Server::WaitForStop(int64_t wait_ms) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return stop_changed_.wait_for(lock, milliseconds(wait_ms), [this] { return stop_; });
+}
+
+// A stream that reached its age answers what it has accepted; its client opens a new one, perhaps elsewhere.
+void Server::EndOldStreams() {
+  const auto oldest = steady_clock::now() - std::chrono::seconds(options_.stream_age_seconds);
+  for (const std::shared_ptr<Call>& stream : dispatcher_->Streams()) {
+    if (stream->method().name() != "AttendStream" || stream->received() > oldest) continue;
+    stream->EndStream(MakeError(absl::StatusCode::kUnavailable,
+                                {.reason = Reason::kDraining,
+                                 .field = "stream_age",
+                                 .got = "an older stream",
+                                 .wanted = "streams of at most " +
+                                           std::to_string(options_.stream_age_seconds) + " s"}));
+  }
+}
+
+void Server::Run() {
+  bool failed = false;
+  while (!WaitForStop(kTickMs)) {
+    EndOldStreams();
+    if (batcher_->engine_failed() && !std::exchange(failed, true)) {
+      for (const char* name : {"", "attend.v1.Attention", "readiness"}) {
+        health_.SetServing(name, false);
+      }
+    }
+  }
+  Drain();
+}
+
+bool Server::Quiet() const {
+  return batcher_->idle() && batcher_->Stats().runtime.sessions_open == 0 &&
+         state_.in_flight.load() == 0;
+}
+
+void Server::Drain() {
+  const auto asked = steady_clock::now();
+  const auto limit = asked + std::chrono::seconds(options_.drain_limit_seconds);
+  state_.draining.store(true);
+  for (const char* name : {"", "attend.v1.Attention", "readiness"}) {
+    health_.SetServing(name, false);
+  }
+  logger_.Write(LogLevel::kInfo, "draining",
+                {{"delay_seconds", options_.drain_delay_seconds},
+                 {"limit_seconds", options_.drain_limit_seconds}});
+  std::this_thread::sleep_until(
+      std::min(limit, asked + std::chrono::seconds(options_.drain_delay_seconds)));
+  state_.refusing.store(true);
+  while (!Quiet() && steady_clock::now() < limit) {
+    std::this_thread::sleep_for(milliseconds(kDrainTickMs));
+  }
+  const int64_t lost = batcher_->Stats().runtime.sessions_open;
+  const absl::Status reason =
+      MakeError(absl::StatusCode::kUnavailable, {.reason = Reason::kDraining},
+                "the server stops");
+  dispatcher_->Shutdown(system_clock::now() + kLastAnswers);
+  batcher_->Stop(reason);
+  dispatcher_->Stop();
+  logger_.Write(LogLevel::kInfo, "stopped", {{"sessions_lost", lost}});
+}
+
+}  // namespace attend

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Owns everything of a running server in construction order, and its life: load, serve, drain, stop.
+// main.cc turns signals into RequestStop.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "engine/attention_runtime.h"
+#include "engine/model/checkpoint.h"
+#include "engine/util/log.h"
+#include "server/admission.h"
+#include "server/attention_service.h"
+#include "server/batcher.h"
+#include "server/health.h"
+#include "server/http_endpoint.h"
+#include "server/machine.h"
+#include "server/metrics.h"
+#include "server/options.h"
+#include "server/reflection.h"
+#include "server/rpc/dispatcher.h"
+
+namespace attend {
+
+// What the process will need at most, in bytes; one line of the log adds it up.
+struct MemoryPlan {
+  int64_t weights = 0;   // packed
+  int64_t kv = 0;        // sessions' cache
+  int64_t scratch = 0;   // keys and values of stateless work
+  int64_t queue = 0;     // messages in the queue and being received
+  int64_t staging = 0;   // activations of a batch and kept buffers
+  int64_t Total() const { return weights + kv + scratch + queue + staging; }
+};
+MemoryPlan PlanMemory(const Options& options,
+                      const std::vector<std::pair<std::string, Checkpoint>>& checkpoints);
+
+class Server {
+ public:
+  // `logger` outlives the server.
+  Server(Options options, const Machine& machine, Logger& logger);
+  ~Server();
+
+  // Reads and checks the checkpoints, then opens the ports and packs the weights; calls are answered STARTING
+  // until the last layer is packed. Errors are start-up errors: one line, exit 2.
+  absl::Status Start();
+
+  // Serves until RequestStop, then drains. Called by one thread after Start.
+  void Run();
+
+  // Starts the drain; any thread. Not from a signal handler.
+  void RequestStop();
+
+  // Where it listens, with bound ports.
+  const std::vector<std::string>& addresses() const { return dispatcher_->addresses(); }
+  int metrics_port() const { return http_->port(); }
+
+ private:
+  absl::Status LoadCheckpoints();
+  absl::Status OpenPorts();
+  absl::Status PackModels();
+  void Drain();
+  bool Quiet() const;
+  void EndOldStreams();
+  GaugeSnapshot Gauges() const;
+  absl::Status Ready() const;
+  bool WaitForStop(int64_t milliseconds);  // true when asked to stop
+  void Observe(const BatchOutcome& outcome);
+
+  const Options options_;
+  const Machine machine_;
+  Logger& logger_;
+  const int64_t start_us_;
+  ServerState state_;
+  std::vector<std::pair<std::string, Checkpoint>> checkpoints_;
+  MemoryPlan memory_;
+  std::unique_ptr<AttentionRuntime> runtime_;
+  std::unique_ptr<Metrics> metrics_;
+  std::unique_ptr<CallMetrics> call_metrics_;
+  std::unique_ptr<Batcher> batcher_;
+  std::unique_ptr<Admission> admission_;
+  std::unique_ptr<AttentionService> service_;
+  Health health_;
+  Reflection reflection_;
+  std::unique_ptr<Dispatcher> dispatcher_;
+  std::unique_ptr<HttpEndpoint> http_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable stop_changed_;
+  bool stop_ = false;                 // guarded by mutex_
+  std::vector<int> listen_ports_;     // guarded by mutex_
+  std::vector<int64_t> kv_capacity_tokens_;  // fixed after PackModels
+  int64_t expired_reported_ = 0;      // engine thread
+  int64_t closed_reported_ = 0;       // engine thread
+};
+
+}  // namespace attend

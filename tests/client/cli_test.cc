@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The built binary `attend` against a scripted server: exit codes, messages, files.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <filesystem>
+
+#include "client/npy.h"
+#include "tests/client/fake_attention.h"
+
+namespace attend::client {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
+using testing::StartsWith;
+
+struct Outcome {
+  int code = -1;
+  std::string text;  // standard output and error together
+};
+
+Outcome RunShell(const std::string& command) {
+  Outcome outcome;
+  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
+  if (pipe == nullptr) return outcome;
+  char buffer[4096];
+  for (size_t got; (got = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) {
+    outcome.text.append(buffer, got);
+  }
+  const int status = pclose(pipe);
+  if (WIFEXITED(status)) outcome.code = WEXITSTATUS(status);
+  return outcome;
+}
+
+class CliTest : public testing::Test {
+ protected:
+  CliTest() : directory_(testing::TempDir() + "cli_test." + std::to_string(getpid())) {
+    std::filesystem::create_directories(directory_);
+    Write("x.npy", {1, 2, 3, 4});
+  }
+  ~CliTest() override { std::filesystem::remove_all(directory_); }
+
+  // Without a server: nothing may be sent.
+  Outcome RunAlone(const std::string& arguments) const {
+    return RunShell("cd " + directory_ + " && " ATTEND_BINARY_DIR "/bin/attend " + arguments);
+  }
+  Outcome Run(const std::string& arguments) const {
+    return RunAlone(arguments + " --server " + server_.address());
+  }
+  void Write(const std::string& name, const std::vector<float>& values) const {
+    const int64_t rows = static_cast<int64_t>(values.size()) / 2;
+    ASSERT_TRUE(WriteNpy(directory_ + "/" + name, {values, {rows, 2}}).ok());
+  }
+  std::string OpenSession() const {
+    const Outcome opened = Run("session open");
+    EXPECT_EQ(opened.code, 0) << opened.text;
+    return opened.text.substr(0, opened.text.find('\n'));
+  }
+
+  const std::string directory_;
+  FakeAttention server_;
+};
+
+TEST_F(CliTest, HelpIsAnAnswerAndNamesEverySubcommand) {
+  const Outcome help = RunAlone("--help");
+  EXPECT_EQ(help.code, 0);
+  for (const char* name : {"info", "models", "run", "session", "make-checkpoint", "--server"}) {
+    EXPECT_THAT(help.text, HasSubstr(name));
+  }
+  EXPECT_EQ(RunAlone("run --help").code, 0);
+  EXPECT_THAT(RunAlone("run --help").text, HasSubstr("--no-append"));
+}
+
+TEST_F(CliTest, WrongUsageExitsWithTwoAndSaysWhereToLook) {
+  for (const char* arguments :
+       {"", "bench", "info --jsn", "run --layer 0", "run --input x.npy", "--timeout 0 info",
+        "run --layer 0 --input x.npy --position 3", "run --layer 0 --input x.npy --no-append",
+        "run --layer 0 --input x.npy --session s --rewind",
+        "run --layer 0 --input x.npy --mask diagonal", "run --layer 0 --input x.npy --dtype f64",
+        "run --layer 0 --input x.npy --tolerance 1", "session", "session show",
+        "session truncate s", "session truncate s --length -1",
+        "make-checkpoint --preset bert-base", "make-checkpoint --preset bert-huge --out d",
+        "make-checkpoint --preset bert-base --out d --layers 0"}) {
+    const Outcome outcome = RunAlone(arguments);
+    EXPECT_EQ(outcome.code, 2) << arguments << "\n" << outcome.text;
+    EXPECT_THAT(outcome.text, AllOf(StartsWith("attend: "), HasSubstr("--help"))) << arguments;
+  }
+}
+
+TEST_F(CliTest, AnUnreachableServerIsARemoteError) {
+  server_.Stop();
+  const Outcome outcome = Run("info");
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.text, StartsWith("attend: UNAVAILABLE"));
+}
+
+TEST_F(CliTest, TheServerMayComeFromTheEnvironment) {
+  const Outcome outcome =
+      RunShell("ATTEND_SERVER=" + server_.address() + " " ATTEND_BINARY_DIR "/bin/attend info");
+  EXPECT_EQ(outcome.code, 0) << outcome.text;
+  EXPECT_THAT(outcome.text, HasSubstr("fake.host-1"));
+}
+
+TEST_F(CliTest, InfoAndModelsSpeakTextAndJson) {
+  EXPECT_THAT(Run("info").text, HasSubstr("version       1.2.3"));
+  EXPECT_THAT(Run("info --json").text, HasSubstr("\"message_bytes\": \"67108864\""));
+  EXPECT_THAT(Run("models").text,
+              AllOf(HasSubstr("tiny: llama"), HasSubstr("layer 0 .. 1: 2 wide")));
+  EXPECT_THAT(Run("models --json").text, HasSubstr("\"d_model\": 2"));
+}
+
+TEST_F(CliTest, RunWritesTheOutputAndComparesIt) {
+  const Outcome same =
+      Run("run --layer 0 --input x.npy --output y.npy --compare x.npy --weights w.npy");
+  EXPECT_EQ(same.code, 0) << same.text;
+  EXPECT_THAT(same.text, HasSubstr("maximum absolute error 0, within"));
+  auto output = ReadNpy(directory_ + "/y.npy");
+  ASSERT_TRUE(output.ok());
+  EXPECT_THAT(output->ToFloats(), testing::ElementsAre(1, 2, 3, 4));
+  EXPECT_THAT(ReadNpy(directory_ + "/w.npy")->shape, testing::ElementsAre(1, 1, 1));
+
+  Write("z.npy", {1, 2, 3, 4.5});
+  const Outcome different = Run("run --layer 0 --input x.npy --compare z.npy --tolerance 0.4");
+  EXPECT_EQ(different.code, 1);
+  EXPECT_THAT(different.text, HasSubstr("maximum absolute error 0.5, ABOVE"));
+  EXPECT_EQ(Run("run --layer 0 --input x.npy --compare z.npy --tolerance 0.5").code, 0);
+
+  Write("nan.npy", {1, 2, 3, NAN});
+  EXPECT_EQ(Run("run --layer 0 --input x.npy --compare nan.npy --tolerance 1e30").code, 1);
+  Write("short.npy", {1, 2});
+  EXPECT_THAT(Run("run --layer 0 --input x.npy --compare short.npy").text,
+              HasSubstr("got output shape [2, 2], wanted [1, 2]"));
+}
+
+TEST_F(CliTest, RunPassesItsFlagsOn) {
+  ASSERT_EQ(
+      Run("run --model m --layer 0 --input x.npy --mask causal --dtype bf16 --context x.npy").code,
+      0);
+  const v1::AttendRequest request = server_.seen("Attend").at(0).attend;
+  EXPECT_EQ(request.model(), "m");
+  EXPECT_EQ(request.mask(), v1::MASK_CAUSAL);
+  EXPECT_EQ(request.output_dtype(), v1::DTYPE_BF16);
+  EXPECT_EQ(request.context().shape(0), 2);
+}
+
+TEST_F(CliTest, UnreadableFilesAreUsageErrors) {
+  EXPECT_EQ(RunAlone("run --layer 0 --input absent.npy").code, 2);
+  EXPECT_EQ(Run("run --layer 0 --input x.npy --output /nonexistent/y.npy").code, 2);
+}
+
+TEST_F(CliTest, ARemoteErrorIsOneLineOfCodeReasonAndMessage) {
+  v1::ErrorDetail detail;
+  detail.set_reason(v1::UNKNOWN_LAYER);
+  server_.FailNext({StatusWithDetail(grpc::NOT_FOUND, "layer: got \"9\"\nwanted 0..1", detail)});
+  const Outcome outcome = Run("run --layer 9 --input x.npy");
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_EQ(outcome.text, "attend: NOT_FOUND UNKNOWN_LAYER: layer: got \"9\" wanted 0..1\n");
+}
+
+TEST_F(CliTest, SessionsLiveFromOpenToClose) {
+  const std::string id = OpenSession();
+  EXPECT_THAT(id, StartsWith("fake.host-1.7."));
+  const std::string run = "run --layer 0 --input x.npy --session " + id;
+  EXPECT_THAT(Run(run).text, HasSubstr("session has 2 tokens in layer 0"));
+  EXPECT_THAT(Run(run).text, HasSubstr("session has 4 tokens in layer 0"));
+  EXPECT_THAT(Run(run + " --position 2 --rewind").text, HasSubstr("session has 4 tokens"));
+  const Outcome mismatch = Run(run + " --position 1");
+  EXPECT_EQ(mismatch.code, 1);
+  EXPECT_THAT(mismatch.text, HasSubstr("FAILED_PRECONDITION POSITION_MISMATCH"));
+  EXPECT_EQ(Run(run + " --no-append").code, 0);
+  EXPECT_EQ(server_.length(id, "0"), 4);
+
+  const Outcome fork = Run("session fork " + id + " --length 3");
+  const std::string fork_id = fork.text.substr(0, fork.text.find('\n'));
+  EXPECT_EQ(server_.length(fork_id, "0"), 3);
+  EXPECT_EQ(Run("session truncate " + id + " --length 1").code, 0);
+  EXPECT_EQ(server_.length(id, "0"), 1);
+  EXPECT_THAT(Run("session show " + id).text, HasSubstr("layer 0       1 tokens"));
+  EXPECT_THAT(Run("session show --json " + id).text, HasSubstr("\"id\": \"" + id + "\""));
+  EXPECT_EQ(server_.open_sessions(), 2u);
+  EXPECT_EQ(Run("session close " + id).code, 0);
+  EXPECT_EQ(server_.open_sessions(), 1u);
+  EXPECT_EQ(Run("session close " + id).code, 1);
+}
+
+TEST_F(CliTest, MakeCheckpointWritesADirectoryWithoutAServer) {
+  const Outcome made = RunAlone(
+      "make-checkpoint --preset transformer-base --layers 1 --heads 64"
+      " --seed 7 --dtype bf16 --out made");
+  EXPECT_EQ(made.code, 0) << made.text;
+  EXPECT_THAT(made.text, Not(HasSubstr("\r")));  // progress only on a terminal
+  EXPECT_TRUE(std::filesystem::exists(directory_ + "/made/config.json"));
+}
+
+}  // namespace
+}  // namespace attend::client

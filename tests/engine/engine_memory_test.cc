@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every engine owes its callers, 4: KV memory. What was appended can be read, moved to other
+// blocks, written into other histories and is the same there; and what the engine says about
+// itself.
+#include <algorithm>
+#include <vector>
+
+#include "tests/support/engine_cases.h"
+
+namespace attend {
+namespace {
+
+constexpr DType kF32 = DType::kF32;
+
+class EngineMemoryTest : public EngineTest {
+ protected:
+  std::vector<std::byte> Read(const KvGeometry& geometry, const std::vector<int64_t>& blocks,
+                              int64_t first, int64_t keys) {
+    std::vector<std::byte> bytes(static_cast<size_t>(keys * geometry.TokenBytes()));
+    EXPECT_THAT(engine->ReadKv({geometry, blocks, first, keys}, bytes), IsOk());
+    return bytes;
+  }
+  std::vector<std::byte> RandomBytes(int64_t count) {
+    std::vector<std::byte> bytes(static_cast<size_t>(count));
+    for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+    return bytes;
+  }
+};
+
+const KvGeometry kGeometries[] = {{1, 1, 1, DType::kF32},    {2, 40, 24, DType::kF32},
+                                  {3, 12, 20, DType::kBF16}, {1, 256, 1, DType::kF16},
+                                  {2, 7, 9, DType::kF16},    {8, 64, 64, DType::kBF16}};
+
+TEST_P(EngineMemoryTest, RowsReadBackAsWritten) {
+  for (const KvGeometry& geometry : kGeometries) {
+    for (int64_t keys : {1, 63, 64, 65, 200}) {
+      const std::vector<int64_t> blocks = space->Take(geometry, keys);
+      const std::vector<std::byte> bytes = RandomBytes(keys * geometry.TokenBytes());
+      ASSERT_THAT(engine->WriteKv({geometry, blocks, 0, keys}, bytes), IsOk());
+      EXPECT_EQ(Read(geometry, blocks, 0, keys), bytes);
+    }
+  }
+}
+
+TEST_P(EngineMemoryTest, PartsOfRowsReadAndWriteLikeTheWhole) {
+  const int64_t keys = 200;
+  for (const KvGeometry& geometry : kGeometries) {
+    const std::vector<int64_t> blocks = space->Take(geometry, keys);
+    std::vector<std::byte> whole = RandomBytes(keys * geometry.TokenBytes());
+    ASSERT_THAT(engine->WriteKv({geometry, blocks, 0, keys}, whole), IsOk());
+    const int64_t k_row = geometry.kv_heads * geometry.head_dim * DTypeBytes(geometry.dtype);
+    const int64_t v_row = geometry.TokenBytes() - k_row;
+    for (int i = 0; i < 20; ++i) {
+      const int64_t first = Uniform(random, 0, keys - 1), count = Uniform(random, 1, keys - first);
+      const std::vector<std::byte> part = RandomBytes(count * geometry.TokenBytes());
+      std::copy(part.begin(), part.begin() + count * k_row, whole.begin() + first * k_row);
+      std::copy(part.begin() + count * k_row, part.end(),
+                whole.begin() + keys * k_row + first * v_row);
+      ASSERT_THAT(engine->WriteKv({geometry, blocks, first, count}, part), IsOk());
+      EXPECT_EQ(Read(geometry, blocks, first, count), part);
+      EXPECT_EQ(Read(geometry, blocks, 0, keys), whole);
+    }
+  }
+}
+
+TEST_P(EngineMemoryTest, RawKeysAndValuesAreStoredRoundedToTheKvType) {
+  AttentionSpec spec = PlainSpec(0, 4, 2, 24, 20);
+  for (DType kv : {DType::kF32, DType::kBF16, DType::kF16}) {
+    std::vector<TestSequence> sequences;
+    sequences.push_back(RandomSequence(random, spec, kv, kF32, kF32, 1, 130));
+    Run(sequences);
+    const KvGeometry geometry = GeometryOf(spec, kv);
+    const std::vector<std::byte> stored = Read(geometry, sequences[0].blocks, 0, 130);
+    for (int64_t i = 0; i < 130 * 88; ++i) {
+      const bool key = i < 130 * 48;
+      const TestTensor& source = key ? sequences[0].source : sequences[0].value;
+      const float given = LoadFloat(kF32, source.bytes.data(), key ? i : i - 130 * 48);
+      ASSERT_EQ(LoadFloat(kv, stored.data(), i), RoundTo(kv, given)) << "element " << i;
+    }
+  }
+}
+
+TEST_P(EngineMemoryTest, AProjectedHistoryHoldsTheReferenceKeysAndValues) {
+  AttentionSpec spec = PlainSpec(40, 4, 2, 16, 12);
+  spec.causal = true;
+  spec.rope = PlainRope(RopePairing::kHalf, 16);
+  spec.qk_norm = QkNorm::kRmsPerHead;
+  spec.qk_norm_eps = 1e-6f;
+  for (DType kv : {DType::kF32, DType::kBF16, DType::kF16}) {
+    Restart();
+    const TestLayer layer(random, spec, kF32);
+    ASSERT_THAT(engine->AddLayer(layer.spec(), layer.weights()), IsOk());
+    std::vector<TestSequence> sequences;
+    sequences.push_back(RandomSequence(random, layer.spec(), kv, kF32, kF32, 130, 130));
+    Run(sequences, 0);
+    const ReferenceResult expected = sequences[0].Expected(layer.weights(), kF32);
+    const auto stored = Read(GeometryOf(spec, kv), sequences[0].blocks, 0, 130);
+    EXPECT_TRUE(MatchesReference(kv, stored.data(), expected.keys));
+    EXPECT_TRUE(MatchesReference(kv, stored.data() + 130 * 32 * DTypeBytes(kv), expected.values));
+  }
+}
+
+TEST_P(EngineMemoryTest, AHistoryMovedByRowsOrByBlocksGivesTheSameBits) {
+  AttentionSpec spec = PlainSpec(0, 4, 2, 24, 20);
+  spec.causal = true;
+  for (DType kv : {DType::kF32, DType::kBF16, DType::kF16}) {
+    std::vector<TestSequence> sequences;
+    sequences.push_back(RandomSequence(random, spec, kv, kF32, kF32, 10, 1100));
+    Run(sequences);
+    TestSequence& sequence = sequences[0];
+    const TestTensor first = sequence.output;
+    const std::vector<int64_t> original = sequence.blocks;
+    const KvGeometry geometry = GeometryOf(spec, kv);
+    const auto attend_again = [&] {
+      sequence.output.FillRows(0, 10, 0);
+      const AttendItem item = sequence.Item(0, 10, 1100, 1100);
+      ASSERT_THAT(RunBatch(*engine, -1, spec, kv, {&item, 1}), IsOk());
+      EXPECT_TRUE(SameBits(kF32, sequence.output.bytes, first.bytes));
+    };
+
+    TakeBlocks(sequence);
+    const std::vector<std::byte> rows = Read(geometry, original, 0, 1100);
+    ASSERT_THAT(engine->WriteKv({geometry, sequence.blocks, 0, 1100}, rows), IsOk());
+    attend_again();
+
+    TakeBlocks(sequence);
+    std::vector<BlockCopy> copies;
+    for (size_t i = 0; i < original.size(); ++i) {
+      copies.push_back({original[i], sequence.blocks[i], geometry.BlockBytes()});
+    }
+    ASSERT_THAT(engine->CopyBlocks(copies), IsOk());
+    // The copies stand alone: overwriting the originals doesn't show.
+    ASSERT_THAT(
+        engine->WriteKv({geometry, original, 0, 1100}, RandomBytes(1100 * geometry.TokenBytes())),
+        IsOk());
+    attend_again();
+  }
+}
+
+TEST_P(EngineMemoryTest, DiscardedMemoryCanBeUsedAgainAndItsNeighboursStay) {
+  const KvGeometry geometry{2, 64, 64, DType::kF32};
+  const int64_t block_bytes = geometry.BlockBytes();
+  // 96 blocks of 64 KiB: whole pages, huge ones too, lie inside the discarded middle.
+  std::vector<int64_t> blocks;
+  for (int64_t i = 0; i < 96; ++i) blocks.push_back(i * block_bytes);
+  const int64_t keys = 96 * kBlockTokens;
+  const std::vector<std::byte> bytes = RandomBytes(keys * geometry.TokenBytes());
+  ASSERT_THAT(engine->WriteKv({geometry, blocks, 0, keys}, bytes), IsOk());
+  const auto low = Read(geometry, blocks, 0, 7 * kBlockTokens);
+  const auto high = Read(geometry, blocks, 89 * kBlockTokens, 7 * kBlockTokens);
+  engine->Discard(7 * block_bytes, 82 * block_bytes);
+  EXPECT_EQ(Read(geometry, blocks, 0, 7 * kBlockTokens), low);
+  EXPECT_EQ(Read(geometry, blocks, 89 * kBlockTokens, 7 * kBlockTokens), high);
+  ASSERT_THAT(engine->WriteKv({geometry, blocks, 0, keys}, bytes), IsOk());
+  EXPECT_EQ(Read(geometry, blocks, 0, keys), bytes);
+  engine->Discard(64, 0);
+}
+
+TEST_P(EngineMemoryTest, RawAppendOnlyAndAttendOnlyItemsTakePartInOneHistory) {
+  AttentionSpec spec = PlainSpec(0, 4, 2, 24, 20);
+  spec.causal = true;
+  std::vector<TestSequence> sequences;
+  sequences.push_back(RandomSequence(random, spec, kF32, kF32, kF32, 20, 150));
+  TestSequence& sequence = sequences[0];
+  RunAndCompare(sequences);
+  const TestTensor whole = sequence.output;
+  TakeBlocks(sequence);
+  sequence.output.FillRows(0, 20, 0);
+  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 70}, {70, 71}, {71, 150}}) {
+    const AttendItem append = sequence.Item(0, 0, begin, end);
+    ASSERT_THAT(RunBatch(*engine, -1, spec, kF32, {&append, 1}), IsOk());
+  }
+  const AttendItem attend = sequence.Item(0, 20, 150, 150);
+  ASSERT_THAT(RunBatch(*engine, -1, spec, kF32, {&attend, 1}), IsOk());
+  EXPECT_TRUE(SameBits(kF32, sequence.output.bytes, whole.bytes));
+}
+
+TEST_P(EngineMemoryTest, InfoNamesTheEngineAndProgressAdvancesWithWork) {
+  EXPECT_EQ(engine->info().engine, GetParam().device);
+  EXPECT_EQ(engine->info().isa, GetParam().isa);
+  EXPECT_EQ(engine->info().threads, 2);
+  EXPECT_FALSE(engine->info().numerics_id.empty());
+  for (const EngineCase& other : EngineCases()) {
+    if (other.name == GetParam().name || !WhyNotHere(other).empty()) continue;
+    EXPECT_NE(MakeTestEngine(other)->info().numerics_id, engine->info().numerics_id);
+  }
+  AttentionSpec spec = PlainSpec(0, 4, 2, 24, 20);
+  std::vector<TestSequence> sequences;
+  sequences.push_back(RandomSequence(random, spec, kF32, kF32, kF32, 100, 100));
+  Run(sequences);
+  const int64_t first = engine->progress_ns();
+  EXPECT_GT(first, 0);
+  Run(sequences);
+  EXPECT_GT(engine->progress_ns(), first);
+}
+
+TEST_P(EngineMemoryTest, Bf16ProductsAreRefusedWhereThereAreNone) {
+  if (HasBf16Products(GetParam())) GTEST_SKIP() << "this engine has BF16 products";
+  EngineOptions options;
+  options.device = GetParam().device;
+  options.isa = GetParam().isa;
+  options.compute = "bf16";
+  EXPECT_THAT(MakeEngine(options), StatusIs(absl::StatusCode::kInvalidArgument));
+}
+
+INSTANTIATE_TEST_SUITE_P(Engines, EngineMemoryTest, testing::ValuesIn(EngineCases()),
+                         EngineCaseName);
+
+TEST(MakeEngineTest, UnknownOptionsAreRefused) {
+  EngineOptions options;
+  options.isa = "sse";
+  EXPECT_THAT(MakeEngine(options), StatusIs(absl::StatusCode::kInvalidArgument));
+  options = {};
+  options.device = "tpu";
+  EXPECT_THAT(MakeEngine(options), StatusIs(absl::StatusCode::kInvalidArgument));
+  options = {};
+  options.compute = "fp8";
+  EXPECT_THAT(MakeEngine(options), StatusIs(absl::StatusCode::kInvalidArgument));
+}
+
+}  // namespace
+}  // namespace attend

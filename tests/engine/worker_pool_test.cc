@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/cpu/worker_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+namespace attend {
+namespace {
+
+// Keeps the caller away from the pool until idle workers have given up spinning.
+void StayIdle(std::chrono::microseconds time) {
+  const auto end = std::chrono::steady_clock::now() + time;
+  while (std::chrono::steady_clock::now() < end) std::this_thread::yield();
+}
+
+TEST(WorkerPoolTest, RunsEveryTaskExactlyOnceForAnyCountAndAnyNumberOfWorkers) {
+  for (int workers : {1, 2, 3, 8}) {
+    WorkerPool pool(workers);
+    for (int64_t tasks : {0, 1, 2, 3, 7, 64, 1000}) {
+      std::vector<int> runs(static_cast<size_t>(tasks), 0);  // a task's slot has one writer
+      pool.ParallelFor(tasks, [&](int64_t task, int worker) {
+        EXPECT_GE(worker, 0);
+        EXPECT_LT(worker, workers);
+        ++runs[task];
+      });
+      EXPECT_EQ(runs, std::vector<int>(static_cast<size_t>(tasks), 1)) << workers << " workers";
+    }
+  }
+}
+
+TEST(WorkerPoolTest, TheCallerIsWorkerZeroAndNoWorkerRunsTwoTasksAtOnce) {
+  WorkerPool pool(4);
+  const std::thread::id caller = std::this_thread::get_id();
+  std::vector<std::atomic<int>> busy(4);
+  for (int round = 0; round < 200; ++round) {
+    pool.ParallelFor(32, [&](int64_t, int worker) {
+      EXPECT_EQ(busy[worker].fetch_add(1), 0);
+      EXPECT_EQ(worker == 0, std::this_thread::get_id() == caller);
+      busy[worker].fetch_sub(1);
+    });
+  }
+}
+
+TEST(WorkerPoolTest, WritesOfTasksAreVisibleToTheCallerAndToTheNextRound) {
+  WorkerPool pool(3);
+  std::vector<int64_t> values(97, 0);
+  for (int round = 1; round <= 3000; ++round) {
+    pool.ParallelFor(static_cast<int64_t>(values.size()), [&](int64_t task, int) {
+      values[task] += values[task] == round - 1 ? 1 : 1000000;
+    });
+  }
+  EXPECT_EQ(std::accumulate(values.begin(), values.end(), int64_t{0}), 3000 * 97);
+}
+
+TEST(WorkerPoolTest, WakesSleepersWithoutLosingARoundAtAnyMomentOfTheirFallingAsleep) {
+  WorkerPool pool(2);
+  // Both workers must be inside at once for the round to end: a lost wake-up would hang here.
+  for (int round = 0; round < 400; ++round) {
+    StayIdle(std::chrono::microseconds(round % 2 == 0 ? 40 + round % 50 : round));
+    std::atomic<int> arrived{0};
+    pool.ParallelFor(2, [&](int64_t, int) {
+      arrived.fetch_add(1);
+      while (arrived.load() < 2) std::this_thread::yield();
+    });
+  }
+}
+
+TEST(WorkerPoolTest, ProgressAdvancesWithFinishedTasks) {
+  WorkerPool pool(2);
+  EXPECT_EQ(pool.progress_ns(), 0);
+  pool.ParallelFor(1, [](int64_t, int) {});
+  const int64_t first = pool.progress_ns();
+  EXPECT_GT(first, 0);
+  StayIdle(std::chrono::microseconds(10));
+  pool.ParallelFor(4, [](int64_t, int) {});
+  EXPECT_GT(pool.progress_ns(), first);
+}
+
+TEST(WorkerPoolTest, PoolsThatNeverRanOrSleepEndAtOnce) {
+  for (int i = 0; i < 50; ++i) WorkerPool pool(4);
+  WorkerPool pool(4);
+  pool.ParallelFor(16, [](int64_t, int) {});
+  StayIdle(std::chrono::milliseconds(1));
+}
+
+}  // namespace
+}  // namespace attend

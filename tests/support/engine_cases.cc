@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/support/engine_cases.h"
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace attend {
+
+std::vector<EngineCase> EngineCases() {
+  return {{"CpuAvx512", "cpu", "avx512"}, {"CpuAvx2", "cpu", "avx2"}};
+}
+
+std::string WhyNotHere(const EngineCase& engine) {
+  if (engine.isa == "avx512" && !__builtin_cpu_supports("avx512bw")) {
+    return "the processor has no AVX-512";
+  }
+  return "";
+}
+
+bool HasBf16Products(const EngineCase& engine) {
+  return engine.isa == "avx512" && __builtin_cpu_supports("avx512bf16");
+}
+
+std::unique_ptr<AttentionEngine> MakeTestEngine(const EngineCase& engine,
+                                                const std::string& compute, int threads) {
+  EngineOptions options;
+  options.device = engine.device;
+  options.isa = engine.isa;
+  options.compute = compute;
+  options.threads = threads;
+  options.kv_bytes = kTestKvBytes / 2;
+  options.scratch_bytes = kTestKvBytes / 2;
+  auto made = MakeEngine(options);
+  if (!made.ok()) {
+    std::fprintf(stderr, "MakeEngine(%s): %s\n", engine.name.c_str(),
+                 made.status().ToString().c_str());
+    std::abort();
+  }
+  return *std::move(made);
+}
+
+void EngineTest::SetUp() {
+  const std::string reason = WhyNotHere(GetParam());
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  Restart();
+}
+
+void EngineTest::Restart(const std::string& compute, int threads) {
+  engine = MakeTestEngine(GetParam(), compute, threads);
+  space = std::make_unique<BlockSpace>(*engine, 0, kTestKvBytes, random());
+}
+
+void EngineTest::TakeBlocks(TestSequence& sequence) {
+  sequence.blocks = space->Take(GeometryOf(*sequence.spec, sequence.kv_dtype), sequence.keys,
+                                sequence.block_tokens);
+}
+
+void EngineTest::Run(std::vector<TestSequence>& sequences, int layer) {
+  space->Reset();
+  std::vector<AttendItem> items;
+  for (TestSequence& sequence : sequences) {
+    TakeBlocks(sequence);
+    items.push_back(sequence.Whole());
+    items.back().group = static_cast<int32_t>(items.size() - 1);
+  }
+  ASSERT_THAT(RunBatch(*engine, layer, *sequences[0].spec, sequences[0].kv_dtype, items), IsOk());
+}
+
+void EngineTest::Compare(const TestSequence& sequence, const ReferenceResult& expected) {
+  SCOPED_TRACE(testing::Message() << "rows " << sequence.rows << ", keys " << sequence.keys
+                                  << ", causal " << sequence.causal);
+  EXPECT_TRUE(
+      MatchesReference(sequence.output.dtype, sequence.output.bytes.data(), expected.output));
+  const int64_t cells = sequence.rows * sequence.keys;
+  for (size_t i = 0; i < sequence.weight_heads.size(); ++i) {
+    BoundedRows wanted(sequence.rows, sequence.keys);
+    const auto first = sequence.weight_heads[i] * cells;
+    for (int64_t cell = 0; cell < cells; ++cell) {
+      wanted.value[cell] = expected.weights.value[first + cell];
+      wanted.error[cell] = expected.weights.error[first + cell];
+    }
+    EXPECT_TRUE(MatchesReference(DType::kF32, &sequence.weights[i * cells], wanted))
+        << "attention weights of head " << sequence.weight_heads[i];
+  }
+}
+
+void EngineTest::RunAndCompare(std::vector<TestSequence>& sequences, int layer,
+                               const LayerWeights& weights, DType compute) {
+  Run(sequences, layer);
+  for (const TestSequence& sequence : sequences) {
+    Compare(sequence, sequence.Expected(weights, compute));
+  }
+}
+
+}  // namespace attend

@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/support/reference_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace attend {
+namespace {
+
+constexpr double kUnit = 0x1p-24;        // unit roundoff of float32
+constexpr double kDeviations = 6;        // standard deviations a sum of roundings may be away
+constexpr double kFunction = 8 * kUnit;  // relative error allowed to exp, tanh, 1/sqrt, sin, cos
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+double SumError(int64_t terms) { return kDeviations * std::sqrt(double(terms)) * kUnit; }
+
+BoundedRows Load(const InputRows& input, int64_t rows, int64_t columns) {
+  BoundedRows loaded(rows, columns);
+  for (int64_t i = 0; i < rows * columns; ++i)
+    loaded.value[i] = LoadFloat(input.dtype, input.data, i);
+  return loaded;
+}
+
+// Rounds to `dtype`; the bound becomes the largest distance between two roundings of values within
+// it.
+void Round(DType dtype, BoundedRows& x) {
+  if (dtype == DType::kF32) return;  // its roundings are part of every step's bound
+  for (size_t i = 0; i < x.value.size(); ++i) {
+    const double rounded = RoundTo(dtype, x.value[i]);
+    const double below = RoundTo(dtype, x.value[i] - x.error[i]);
+    const double above = RoundTo(dtype, x.value[i] + x.error[i]);
+    x.error[i] = std::isfinite(rounded) ? std::max(rounded - below, above - rounded) : 0;
+    x.value[i] = rounded;
+  }
+}
+
+// y = x W^T + b.
+BoundedRows Project(const BoundedRows& x, const WeightView& matrix, const WeightView& bias) {
+  BoundedRows y(x.rows, matrix.rows);
+  std::vector<double> w(static_cast<size_t>(matrix.rows * matrix.columns));
+  for (int64_t o = 0; o < matrix.rows; ++o) {
+    for (int64_t i = 0; i < matrix.columns; ++i) w[o * matrix.columns + i] = matrix.At(o, i);
+  }
+  for (int64_t r = 0; r < x.rows; ++r) {
+    for (int64_t o = 0; o < matrix.rows; ++o) {
+      double sum = bias.present() ? bias.At(o, 0) : 0;
+      double magnitude = std::fabs(sum);
+      double carried = 0;
+      for (int64_t i = 0; i < x.columns; ++i) {
+        const double product = x.value[r * x.columns + i] * w[o * x.columns + i];
+        sum += product;
+        magnitude += std::fabs(product);
+        carried += x.error[r * x.columns + i] * std::fabs(w[o * x.columns + i]);
+      }
+      y.value[r * y.columns + o] = sum;
+      y.error[r * y.columns + o] = carried + SumError(x.columns + 1) * magnitude;
+    }
+  }
+  return y;
+}
+
+void Clip(double limit, BoundedRows& x) {
+  if (limit <= 0) return;
+  for (double& value : x.value) {
+    if (!std::isnan(value)) value = std::clamp(value, -limit, limit);
+  }
+}
+
+// x <- x w / sqrt(mean(x^2) + eps) for every head.
+void NormHeads(const AttentionSpec& spec, const WeightView& weight, BoundedRows& x) {
+  if (spec.qk_norm == QkNorm::kNone) return;
+  const int64_t dim = spec.head_dim;
+  for (int64_t head = 0; head < x.rows * x.columns / dim; ++head) {
+    double* value = &x.value[head * dim];
+    double* error = &x.error[head * dim];
+    double squares = 0, carried = 0;
+    for (int64_t d = 0; d < dim; ++d) {
+      squares += value[d] * value[d];
+      carried += std::fabs(value[d]) * error[d];
+    }
+    const double mean = squares / double(dim) + double(spec.qk_norm_eps);
+    const double factor = 1 / std::sqrt(mean);
+    // d(1/sqrt(m)) = -dm / (2 m) / sqrt(m), dm = 2 sum |x| dx / dim.
+    const double factor_error = carried / double(dim) / mean + SumError(dim) + kFunction;
+    for (int64_t d = 0; d < dim; ++d) {
+      const double w = weight.present() ? weight.At(d, 0) : 1;
+      error[d] =
+          std::fabs(w) * factor * (error[d] + std::fabs(value[d]) * (factor_error + 3 * kUnit));
+      value[d] *= factor * w;
+    }
+  }
+}
+
+void Rotate(const RopeSpec& rope, int64_t head_dim, int64_t first_position, BoundedRows& x) {
+  if (rope.dim == 0) return;
+  const int64_t heads = x.columns / head_dim;
+  const bool half = rope.pairing == RopePairing::kHalf;
+  for (int64_t r = 0; r < x.rows; ++r) {
+    for (int64_t pair = 0; pair < rope.dim / 2; ++pair) {
+      const double angle = double(first_position + r) * rope.inverse_frequency[pair];
+      const double c = std::cos(angle) * rope.attention_factor;
+      const double s = std::sin(angle) * rope.attention_factor;
+      for (int64_t head = 0; head < heads; ++head) {
+        const int64_t base = r * x.columns + head * head_dim;
+        const int64_t i = base + (half ? pair : 2 * pair);
+        const int64_t j = base + (half ? pair + rope.dim / 2 : 2 * pair + 1);
+        const double a = x.value[i], b = x.value[j];
+        const double da = x.error[i], db = x.error[j];
+        const double rounding = std::fabs(rope.attention_factor) * (std::fabs(a) + std::fabs(b)) *
+                                (kFunction + 2 * kUnit);
+        x.value[i] = a * c - b * s;
+        x.value[j] = b * c + a * s;
+        x.error[i] = std::fabs(c) * da + std::fabs(s) * db + rounding;
+        x.error[j] = std::fabs(c) * db + std::fabs(s) * da + rounding;
+      }
+    }
+  }
+}
+
+double Norm(const double* x, int64_t n) {
+  double squares = 0;
+  for (int64_t i = 0; i < n; ++i) squares += x[i] * x[i];
+  return std::sqrt(squares);
+}
+
+// One (head, row): scores, then softmax in place.
+class RowOfScores {
+ public:
+  RowOfScores(const AttentionSpec& spec, const ReferenceSequence& sequence, int64_t head,
+              int64_t row)
+      : spec_(spec), sequence_(sequence), head_(head), row_(row) {}
+
+  // q.k with the norms of q's and k's errors: |dq.k + q.dk| <= |dq| |k| + |q| |dk| (Cauchy,
+  // Schwarz).
+  void AddKey(const BoundedRows& q, const BoundedRows& k, int64_t key, double key_norm,
+              double key_error_norm) {
+    const int64_t dim = spec_.head_dim;
+    const double* a = &q.value[row_ * q.columns + head_ * dim];
+    const double* b = &k.value[key * k.columns + head_ / spec_.group_size() * dim];
+    const double* da = &q.error[row_ * q.columns + head_ * dim];
+    double dot = 0, magnitude = 0;
+    for (int64_t d = 0; d < dim; ++d) {
+      dot += a[d] * b[d];
+      magnitude += std::fabs(a[d] * b[d]);
+    }
+    const double scale = std::fabs(spec_.scale);
+    double score = spec_.scale * dot;
+    // 4 u |s|: scale, and a change of the base of exp.
+    double error = scale * (SumError(dim) * magnitude + Norm(da, dim) * key_norm +
+                            Norm(a, dim) * key_error_norm) +
+                   4 * kUnit * scale * magnitude;
+    if (spec_.softcap > 0) {
+      const double cap = spec_.softcap;
+      score = cap * std::tanh(score / cap);
+      error = error + cap * kFunction;
+    }
+    double added = 0;
+    if (!spec_.alibi_slopes.empty()) {
+      double distance = double(key - (sequence_.first_row + row_));
+      if (!sequence_.causal) distance = -std::fabs(distance);
+      added += spec_.alibi_slopes[head_] * distance;
+      error += 4 * kUnit * std::fabs(added);
+    }
+    const double bias = Bias(key);
+    if (bias == -kInfinity) return;
+    added += bias;
+    score += added;
+    error += 4 * kUnit * (std::fabs(score) + std::fabs(added));
+    keys_.push_back(key);
+    score_.push_back(score);
+    error_.push_back(error);
+  }
+
+  // Probabilities p and their relative errors. With p = exp(s - m) / sum: dp/p <= ds + sum(p ds) +
+  // what exp, the sum and the rescaling of partial sums add.
+  void Softmax() {
+    double maximum = -kInfinity;
+    for (double score : score_) {
+      if (std::isnan(score)) maximum = score;
+      if (!std::isnan(maximum)) maximum = std::max(maximum, score);
+    }
+    const bool sink = !spec_.sinks.empty();
+    if (sink) maximum = std::max(maximum, double(spec_.sinks[head_]));
+    double sum = sink ? std::exp(double(spec_.sinks[head_]) - maximum) : 0;
+    for (double& score : score_) {
+      const double shifted = score - maximum;
+      score = std::exp(shifted);
+      sum += score;
+    }
+    double carried = 0;
+    for (size_t i = 0; i < score_.size(); ++i) {
+      score_[i] /= sum;
+      carried += score_[i] * error_[i];
+    }
+    const int64_t count = int64_t(score_.size()) + 1;
+    const double rounding = kFunction * (1 + std::sqrt(double(count) / 16)) + SumError(count);
+    for (double& error : error_) error += carried + rounding;
+  }
+
+  const std::vector<int64_t>& keys() const { return keys_; }
+  const std::vector<double>& p() const { return score_; }
+  const std::vector<double>& relative_error() const { return error_; }
+
+ private:
+  double Bias(int64_t key) const {
+    const BiasView& bias = sequence_.bias;
+    const int64_t column = key - bias.first_key;
+    if (bias.data == nullptr || column < 0 || column >= bias.columns) return 0;
+    return bias.data[head_ * bias.head_stride + row_ * bias.row_stride + column];
+  }
+
+  const AttentionSpec& spec_;
+  const ReferenceSequence& sequence_;
+  int64_t head_, row_;
+  std::vector<int64_t> keys_;  // visible
+  std::vector<double> score_, error_;
+};
+
+BoundedRows Attend(const AttentionSpec& spec, const ReferenceSequence& sequence,
+                   const BoundedRows& q, ReferenceResult& result) {
+  const int64_t dim = spec.head_dim, v_dim = spec.v_head_dim;
+  const BoundedRows& k = result.keys;
+  const BoundedRows& v = result.values;
+  std::vector<double> key_norm(k.rows * spec.kv_heads), key_error(k.rows * spec.kv_heads);
+  for (int64_t i = 0; i < k.rows * spec.kv_heads; ++i) {
+    key_norm[i] = Norm(&k.value[i * dim], dim);
+    key_error[i] = Norm(&k.error[i * dim], dim);
+  }
+  BoundedRows heads(sequence.rows, spec.q_heads * v_dim);
+  if (sequence.weights) {
+    result.weights = BoundedRows(spec.q_heads * sequence.rows, sequence.keys);
+  }
+  for (int64_t head = 0; head < spec.q_heads; ++head) {
+    const int64_t kv_head = head / spec.group_size();
+    for (int64_t row = 0; row < sequence.rows; ++row) {
+      RowOfScores scores(spec, sequence, head, row);
+      for (int64_t key = 0; key < sequence.keys; ++key) {
+        if (!ReferenceVisible(spec, sequence.causal, sequence.first_row + row, key)) continue;
+        const int64_t i = key * spec.kv_heads + kv_head;
+        scores.AddKey(q, k, key, key_norm[i], key_error[i]);
+      }
+      scores.Softmax();
+      const double sum_error = SumError(int64_t(scores.keys().size()) + 1);
+      for (size_t i = 0; i < scores.keys().size(); ++i) {
+        const double p = scores.p()[i];
+        const double dp = p * scores.relative_error()[i];
+        const int64_t key = scores.keys()[i];
+        if (sequence.weights) {
+          const int64_t cell = (head * sequence.rows + row) * sequence.keys + key;
+          result.weights.value[cell] = p;
+          result.weights.error[cell] = std::min(dp, 1.0);
+        }
+        for (int64_t d = 0; d < v_dim; ++d) {
+          const int64_t from = key * v.columns + kv_head * v_dim + d;
+          const int64_t to = row * heads.columns + head * v_dim + d;
+          heads.value[to] += p * v.value[from];
+          heads.error[to] += (dp + p * sum_error) * std::fabs(v.value[from]) + p * v.error[from];
+        }
+      }
+    }
+  }
+  return heads;
+}
+
+}  // namespace
+
+bool ReferenceVisible(const AttentionSpec& spec, bool causal, int64_t position, int64_t key) {
+  if (causal && key > position) return false;
+  if (spec.window == 0) return true;
+  const int64_t distance = key > position ? key - position : position - key;
+  return distance < spec.window;
+}
+
+double RoundTo(DType dtype, double value) {
+  // Through float first: a double rounding, as the engine rounds its float32 values.
+  float stored = static_cast<float>(value);
+  if (dtype == DType::kBF16) stored = FloatFromBF16(BF16FromFloat(stored));
+  if (dtype == DType::kF16) stored = FloatFromF16(F16FromFloat(stored));
+  return stored;
+}
+
+ReferenceResult ReferenceAttention(const AttentionSpec& spec, const LayerWeights& weights,
+                                   const ReferenceNumerics& numerics,
+                                   const ReferenceSequence& sequence) {
+  ReferenceResult result;
+  if (spec.raw()) {
+    const BoundedRows q = Load(sequence.query, sequence.rows, spec.q_heads * spec.head_dim);
+    result.keys = Load(sequence.key_source, sequence.keys, spec.kv_heads * spec.head_dim);
+    result.values = Load(sequence.value_source, sequence.keys, spec.kv_heads * spec.v_head_dim);
+    Round(numerics.kv_dtype, result.keys);
+    Round(numerics.kv_dtype, result.values);
+    result.output = Attend(spec, sequence, q, result);
+    return result;
+  }
+  BoundedRows x = Load(sequence.query, sequence.rows, spec.d_model);
+  BoundedRows source = Load(sequence.key_source, sequence.keys, spec.context_width);
+  Round(numerics.compute_dtype, x);
+  Round(numerics.compute_dtype, source);
+  BoundedRows q = Project(x, weights.q, weights.q_bias);
+  result.keys = Project(source, weights.k, weights.k_bias);
+  result.values = Project(source, weights.v, weights.v_bias);
+  for (BoundedRows* rows : {&q, &result.keys, &result.values}) Clip(spec.clip_qkv, *rows);
+  NormHeads(spec, weights.q_norm, q);
+  NormHeads(spec, weights.k_norm, result.keys);
+  Rotate(spec.rope, spec.head_dim, sequence.first_row, q);
+  Rotate(spec.rope, spec.head_dim, 0, result.keys);
+  Round(numerics.kv_dtype, result.keys);
+  Round(numerics.kv_dtype, result.values);
+  BoundedRows heads = Attend(spec, sequence, q, result);
+  Round(numerics.compute_dtype, heads);
+  result.output = Project(heads, weights.o, weights.o_bias);
+  return result;
+}
+
+}  // namespace attend

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The oracle: textbook attention of one sequence through one layer, in double and in plain loops,
+// without blocks, tiles or online softmax. Next to every value it carries how far a correct float32
+// engine may be from it. Tests compare engines with it; it knows no engine.
+//
+// Error model. Every bound is first order and is computed, never tuned:
+//   u = 2^-24 is the unit roundoff of float32. A sum of n products is off by at most
+//   kDeviations * sqrt(n) * u * sum |x y| (roundings are independent and of zero mean: Higham and
+//   Mary, "A new approach to probabilistic rounding error analysis", 2019), plus what its operands
+//   were off by. A rounding to a 16-bit type is done here too, on the same operand; the engine's
+//   differs only where the operand's own error can carry it over a rounding boundary, and by that
+//   step.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/attention_plan.h"
+#include "engine/layer_weights.h"
+
+namespace attend {
+
+// Row-major values, each with its error bound.
+struct BoundedRows {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  std::vector<double> value;
+  std::vector<double> error;
+
+  BoundedRows() = default;
+  BoundedRows(int64_t rows, int64_t columns)
+      : rows(rows),
+        columns(columns),
+        value(static_cast<size_t>(rows * columns)),
+        error(static_cast<size_t>(rows * columns)) {}
+};
+
+// All of one sequence, its whole history at once.
+struct ReferenceSequence {
+  int64_t rows = 0;
+  InputRows query;        // [rows, d_model]; raw: [rows, q_heads, head_dim]
+  int64_t first_row = 0;  // absolute position of row 0
+  int64_t keys = 0;
+  InputRows key_source;    // [keys, context_width]; raw: [keys, kv_heads, head_dim]
+  InputRows value_source;  // raw: [keys, kv_heads, v_head_dim]
+  bool causal = false;
+  BiasView bias;
+  bool weights = false;  // ReferenceResult.weights is wanted
+};
+
+struct ReferenceNumerics {
+  DType kv_dtype = DType::kF32;
+  DType compute_dtype = DType::kF32;  // BF16: both operands of every projection are BF16
+};
+
+struct ReferenceResult {
+  BoundedRows keys;     // [keys, kv_heads * head_dim], as stored
+  BoundedRows values;   // [keys, kv_heads * v_head_dim], as stored
+  BoundedRows weights;  // [q_heads * rows, keys], empty when not wanted
+  BoundedRows output;   // [rows, output_width]
+};
+
+// `weights` is not read when the spec is raw.
+ReferenceResult ReferenceAttention(const AttentionSpec& spec, const LayerWeights& weights,
+                                   const ReferenceNumerics& numerics,
+                                   const ReferenceSequence& sequence);
+
+// Whether a row at absolute position `position` sees key `key`, before bias.
+bool ReferenceVisible(const AttentionSpec& spec, bool causal, int64_t position, int64_t key);
+
+// `value` as it reads back from an array of `dtype`.
+double RoundTo(DType dtype, double value);
+
+}  // namespace attend
