@@ -6,15 +6,17 @@
 set -euo pipefail
 
 build_packages=(
-  g++ cmake ninja-build ccache pkg-config git ca-certificates
+  g++ cmake ninja-build ccache pkg-config ca-certificates
   libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc grpc-proto libabsl-dev
-  prometheus-cpp-dev libcivetweb-dev zlib1g-dev
-  libdnnl-dev libhwy-dev nlohmann-json3-dev libcli11-dev libpng-dev libxxhash-dev
-  libgtest-dev libgmock-dev libbenchmark-dev
+  prometheus-cpp-dev
+  libdnnl-dev libhwy-dev nlohmann-json3-dev libcli11-dev libxxhash-dev
+  libgtest-dev libgmock-dev
   python3 python3-venv curl clang-format
 )
+# What `ldd build/bin/attend-server build/bin/attend` names first-hand; the rest comes with these.
 runtime_packages=(
-  libgrpc++1.51 libprotobuf32 prometheus-cpp-dev libcivetweb1 libdnnl2 libhwy1 libxxhash0 ca-certificates
+  libgrpc++1.51 libprotobuf32 libabsl20220623 libprometheus-cpp-core1.0
+  libdnnl2 libgomp1 libhwy1 libxxhash0
 )
 
 packages=("${build_packages[@]}")

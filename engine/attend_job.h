@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One Attend request as the runtime sees it: checked against everything that is known without sessions, its
-// tensors gathered in buffers. Made by server/convert, run by AttentionRuntime in one or several batches.
+// One Attend request as the runtime sees it: checked against everything that is known without
+// sessions, its tensors gathered in buffers. Made by server/convert, run by AttentionRuntime in one
+// or several batches.
 #pragma once
 
 #include <array>
@@ -28,22 +29,22 @@ struct WeightsWanted {
 
 struct SequenceJob {
   // What is asked. Pointers go into the job's input buffer.
-  int64_t rows = 0;    // query rows
-  InputRows query;     // [rows, d_model]; raw: [rows, q_heads, head_dim]
+  int64_t rows = 0;        // query rows
+  InputRows query;         // [rows, d_model]; raw: [rows, q_heads, head_dim]
   int64_t output_row = 0;  // row of the job's output where its rows begin
   bool has_keys = false;   // brings keys: always in self-attention, else a context or raw k and v
   int64_t keys = 0;        // rows of key_source (self-attention: = rows, the same rows)
   InputRows key_source;    // [keys, context_width]; raw: [keys, kv_heads, head_dim]
   InputRows value_source;  // raw: [keys, kv_heads, v_head_dim]
   std::array<uint64_t, 2> context_hash{};  // of dtype, shape and bytes of a context
-  std::string session_id;  // empty = stateless
+  std::string session_id;                  // empty = stateless
   std::optional<int64_t> position;
   bool rewind = false;
   bool no_append = false;
 
   // What came of it.
-  int64_t position_after = 0;    // AttendResponse.positions
-  Buffer weights;                // F32 [weight_heads, weight_rows, weight_keys]
+  int64_t position_after = 0;  // AttendResponse.positions
+  Buffer weights;              // F32 [weight_heads, weight_rows, weight_keys]
   int64_t weight_heads = 0;
   int64_t weight_rows = 0;
   int64_t weight_keys = 0;
@@ -64,12 +65,12 @@ struct AttendJob {
   std::string layer_name;  // for messages and the log
   bool cross = false;      // K and V come from a context (a plain module that was given one, too)
   bool causal = false;
-  bool raw_session = false;                       // raw, in sessions: their layout holds the options
+  bool raw_session = false;  // raw, in sessions: their layout holds the options
   std::shared_ptr<const AttentionSpec> raw_spec;  // raw: what the tensors and options say
 
   std::vector<SequenceJob> sequences;
-  Buffer input;            // gathered request tensors
-  std::vector<float> bias; // attention_bias [bias_sequences, bias_heads, bias_rows, bias_columns]
+  Buffer input;             // gathered request tensors
+  std::vector<float> bias;  // attention_bias [bias_sequences, bias_heads, bias_rows, bias_columns]
   int64_t bias_sequences = 0;  // 0 = none; 1 or one per sequence
   int64_t bias_heads = 0;      // 1 or q_heads
   int64_t bias_rows = 0;
@@ -87,14 +88,14 @@ struct AttendJob {
   // What came of it. `output` is [output_rows, output_width] with zeros in padding rows.
   Buffer output;
   int64_t output_width = 0;
-  int64_t first_batch_us = 0;   // when its first batch started; 0 = never
+  int64_t first_batch_us = 0;  // when its first batch started; 0 = never
   int64_t compute_us = 0;
   int64_t project_us = 0;
   int64_t attend_us = 0;
   int64_t output_us = 0;
-  int64_t batch_tokens = 0;     // of its last batch
+  int64_t batch_tokens = 0;  // of its last batch
   int64_t batch_sequences = 0;
-  bool started = false;         // reservations are held, or were
+  bool started = false;  // reservations are held, or were
 
   int64_t tokens() const {
     int64_t total = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The one seam of the project: an engine owns packed weights and KV memory on its device and runs planned
-// batches. Implemented by engine/cpu and engine/cuda; the runtime is its only caller. It knows nothing of
-// sessions, requests or queues.
+// The one seam of the project: an engine owns packed weights and KV memory on its device and runs
+// planned batches. Implemented by engine/cpu and engine/cuda; the runtime is its only caller. It
+// knows nothing of sessions, requests or queues.
 //
 // Threads: one caller at a time, except progress_ns() and info(), which any thread may call.
 #pragma once
@@ -26,7 +26,7 @@ struct EngineOptions {
   std::string compute = "auto";  // auto | fp32 | bf16
   int threads = 1;               // worker threads, the caller's included
   int64_t kv_bytes = 0;          // KV memory of sessions: addresses [0, kv_bytes)
-  int64_t scratch_bytes = 0;     // KV memory of stateless work: [kv_bytes, kv_bytes + scratch_bytes)
+  int64_t scratch_bytes = 0;  // KV memory of stateless work: [kv_bytes, kv_bytes + scratch_bytes)
 };
 
 struct EngineInfo {
@@ -38,7 +38,7 @@ struct EngineInfo {
 };
 
 struct LayerInfo {
-  int index = -1;  // what BatchPlan.layer names
+  int index = -1;                     // what BatchPlan.layer names
   DType compute_dtype = DType::kF32;  // F32 or BF16 products
   int64_t packed_bytes = 0;           // memory the packed weights take
 };
@@ -71,21 +71,23 @@ class AttentionEngine {
 
   virtual const EngineInfo& info() const = 0;
 
-  // Packs the weights of a layer; `weights` is not used after the call. Only before the first Start. A plan
-  // may run the layer with a spec that differs in `cross` and `causal` (plain modules leave them open).
+  // Packs the weights of a layer; `weights` is not used after the call. Only before the first
+  // Start. A plan may run the layer with a spec that differs in `cross` and `causal` (plain modules
+  // leave them open).
   virtual absl::StatusOr<LayerInfo> AddLayer(const AttentionSpec& spec,
                                              const LayerWeights& weights) = 0;
 
-  // Begins a batch: projects, appends new keys and values to the blocks, attends, writes outputs. Plan and
-  // items are borrowed until Wait has returned. A non-OK status of either means that no output may be used
-  // and that the engine must not be called again.
-  virtual absl::StatusOr<Ticket> Start(const BatchPlan& plan, std::span<const AttendItem> items) = 0;
+  // Begins a batch: projects, appends new keys and values to the blocks, attends, writes outputs.
+  // Plan and items are borrowed until Wait has returned. A non-OK status of either means that no
+  // output may be used and that the engine must not be called again.
+  virtual absl::StatusOr<Ticket> Start(const BatchPlan& plan,
+                                       std::span<const AttendItem> items) = 0;
   virtual absl::StatusOr<StageTimes> Wait(Ticket ticket) = 0;
 
   virtual absl::Status CopyBlocks(std::span<const BlockCopy> copies) = 0;
 
-  // KV by token rows in canonical form, the same for every engine: for K then V: [keys, kv_heads, dim] in
-  // the geometry's dtype; `bytes` holds keys * geometry.TokenBytes() bytes.
+  // KV by token rows in canonical form, the same for every engine: for K then V: [keys, kv_heads,
+  // dim] in the geometry's dtype; `bytes` holds keys * geometry.TokenBytes() bytes.
   virtual absl::Status ReadKv(const KvRows& rows, std::span<std::byte> bytes) = 0;
   virtual absl::Status WriteKv(const KvRows& rows, std::span<const std::byte> bytes) = 0;
 
@@ -96,8 +98,8 @@ class AttentionEngine {
   virtual int64_t progress_ns() const = 0;
 };
 
-// Makes the engine the options ask for. INVALID_ARGUMENT names the option and what this build and machine
-// allow.
+// Makes the engine the options ask for. INVALID_ARGUMENT names the option and what this build and
+// machine allow.
 absl::StatusOr<std::unique_ptr<AttentionEngine>> MakeEngine(const EngineOptions& options);
 
 }  // namespace attend

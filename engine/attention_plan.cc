@@ -28,8 +28,8 @@ absl::Status CheckItem(const AttentionSpec& spec, const AttendItem& item) {
   return absl::OkStatus();
 }
 
-// 0: query rows only, 1: the same rows for q, k, v, 2: new keys only. An item whose query and key rows are
-// different rows of a self-attention layer does not occur: the runtime cuts it in two.
+// 0: query rows only, 1: the same rows for q, k, v, 2: new keys only. An item whose query and key
+// rows are different rows of a self-attention layer does not occur: the runtime cuts it in two.
 int Kind(const AttendItem& item) {
   if (item.new_keys == 0) return 0;
   return item.rows > 0 ? 1 : 2;

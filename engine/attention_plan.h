@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One batch of attention work, decided with integers before any engine sees it. The runtime makes the
-// items (pointers and counts), BuildPlan turns them into flat arrays that CPU and CUDA engines read alike.
+// One batch of attention work, decided with integers before any engine sees it. The runtime makes
+// the items (pointers and counts), BuildPlan turns them into flat arrays that CPU and CUDA engines
+// read alike.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,8 @@ struct InputRows {
   DType dtype = DType::kUnspecified;
 };
 
-// Additive bias of one item, F32. Column c of every row belongs to absolute key `first_key + c`; keys
-// before the first column have bias 0, columns of negative keys are ignored. -inf masks.
+// Additive bias of one item, F32. Column c of every row belongs to absolute key `first_key + c`;
+// keys before the first column have bias 0, columns of negative keys are ignored. -inf masks.
 struct BiasView {
   const float* data = nullptr;  // [q_heads | 1, rows, columns] by the strides below; null = no bias
   int64_t head_stride = 0;      // elements; 0 = the same for every head
@@ -29,37 +30,40 @@ struct BiasView {
   int64_t first_key = 0;
 };
 
-// Where to put attention weights of one item: data[h][r][key] for the asked heads and rows. The caller
-// has zeroed it; the engine writes visible keys only.
+// Where to put attention weights of one item: data[h][r][key] for the asked heads and rows. The
+// caller has zeroed it; the engine writes visible keys only.
 struct WeightsView {
-  float* data = nullptr;        // row `row_begin` of the first asked head; null = not asked
+  float* data = nullptr;           // row `row_begin` of the first asked head; null = not asked
   const int32_t* heads = nullptr;  // [head_count] query heads in ascending or any order
   int32_t head_count = 0;
-  int64_t row_begin = 0;        // asked rows of the item: [row_begin, row_end)
+  int64_t row_begin = 0;  // asked rows of the item: [row_begin, row_end)
   int64_t row_end = 0;
-  int64_t head_stride = 0;      // elements between heads
-  int64_t row_stride = 0;       // elements between rows (>= the item's keys)
+  int64_t head_stride = 0;  // elements between heads
+  int64_t row_stride = 0;   // elements between rows (>= the item's keys)
 };
 
-// One sequence's share of a batch: some query rows, some new keys, or both. All pointers are borrowed until
-// Wait returns.
+// One sequence's share of a batch: some query rows, some new keys, or both. All pointers are
+// borrowed until Wait returns.
 struct AttendItem {
   int32_t group = 0;  // the request it belongs to; requests succeed or fail as a whole
 
-  int64_t rows = 0;   // query rows
-  InputRows query;    // [rows, d_model] hidden states; raw: [rows, q_heads, head_dim]
-  int64_t first_row = 0;  // absolute position of row 0: causal row i sees keys 0 .. first_row + i; may be negative
+  int64_t rows = 0;  // query rows
+  InputRows query;   // [rows, d_model] hidden states; raw: [rows, q_heads, head_dim]
+  int64_t first_row =
+      0;  // absolute position of row 0: causal row i sees keys 0 .. first_row + i; may be negative
 
-  int64_t new_keys = 0;   // keys appended by this item
-  InputRows key_source;   // [new_keys, context_width]; self-attention: rows of the hidden states; raw: [new_keys, kv_heads, head_dim]
-  InputRows value_source; // raw only: [new_keys, kv_heads, v_head_dim]
+  int64_t new_keys = 0;     // keys appended by this item
+  InputRows key_source;     // [new_keys, context_width]; self-attention: rows of the hidden states;
+                            // raw: [new_keys, kv_heads, head_dim]
+  InputRows value_source;   // raw only: [new_keys, kv_heads, v_head_dim]
   int64_t cached_keys = 0;  // keys already in the blocks = absolute index of the first new key
 
   bool causal = false;
-  // Address of this layer's part of block b (keys 64 b .. 64 b + 63) in the engine's KV memory, bytes.
-  // [ceil((cached_keys + new_keys) / 64)]
+  // Address of this layer's part of block b (keys 64 b .. 64 b + 63) in the engine's KV memory,
+  // bytes. [ceil((cached_keys + new_keys) / 64)]
   std::span<const int64_t> blocks;
-  // Tokens a block has room for: kBlockTokens, or 16, 32, 48 in scratch of a sequence with one short block.
+  // Tokens a block has room for: kBlockTokens, or 16, 32, 48 in scratch of a sequence with one
+  // short block.
   int32_t block_tokens = kBlockTokens;
 
   BiasView bias;
@@ -70,14 +74,13 @@ struct AttendItem {
 
   int64_t keys() const { return cached_keys + new_keys; }
   // The projection of its query rows and of its new keys reads the same tensor rows.
-  bool shares_rows() const {
-    return rows > 0 && rows == new_keys && query.data == key_source.data;
-  }
+  bool shares_rows() const { return rows > 0 && rows == new_keys && query.data == key_source.data; }
 };
 
-// The items of one (layer, spec), flattened. Items are reordered so that those with only query rows come
-// first, then those that project the same rows to q, k and v, then those with only new keys: the rows of the
-// query product and of the key/value product are then two overlapping ranges of one matrix.
+// The items of one (layer, spec), flattened. Items are reordered so that those with only query rows
+// come first, then those that project the same rows to q, k and v, then those with only new keys:
+// the rows of the query product and of the key/value product are then two overlapping ranges of one
+// matrix.
 struct BatchPlan {
   int layer = -1;                       // engine's layer index; -1 = raw, no projections
   const AttentionSpec* spec = nullptr;  // borrowed
@@ -87,7 +90,8 @@ struct BatchPlan {
   std::vector<int64_t> row_begin;      // [items + 1] query rows, in plan order
   std::vector<int64_t> new_key_begin;  // [items + 1] new keys, in plan order
   // Self-attention: query rows are rows [0, query_rows) and new keys rows [key_row_offset,
-  // key_row_offset + key_rows) of one matrix of `input_rows` rows. Cross-attention and raw: two matrices.
+  // key_row_offset + key_rows) of one matrix of `input_rows` rows. Cross-attention and raw: two
+  // matrices.
   int64_t query_rows = 0;
   int64_t key_rows = 0;
   int64_t key_row_offset = 0;

@@ -30,8 +30,8 @@ absl::Status DeadlinePassed() {
                    "the deadline passed before the answer was ready");
 }
 
-// Adds an offending sequence to the collected error: the first one names code and message, others with the
-// same code join its list.
+// Adds an offending sequence to the collected error: the first one names code and message, others
+// with the same code join its list.
 void Collect(size_t index, const absl::Status& status, absl::Status& first,
              std::vector<int32_t>& sequences) {
   if (first.ok()) first = status;
@@ -135,17 +135,19 @@ absl::StatusOr<AttentionRuntime::Resolved> AttentionRuntime::Resolve(AttendJob& 
       const auto name = [&](int model) {
         return model < 0 ? std::string("raw") : models_[static_cast<size_t>(model)].name;
       };
-      Collect(i, InvalidField(field, "a session of " + name((*session)->model),
-                              "a session of " + name(job.model)),
+      Collect(i,
+              InvalidField(field, "a session of " + name((*session)->model),
+                           "a session of " + name(job.model)),
               error, offending);
       continue;
     }
     const std::vector<int32_t>& layers = (*session)->model_layers;
     const auto place = std::find(layers.begin(), layers.end(), job.layer);
     if (place == layers.end()) {
-      Collect(i, InvalidField("layer", job.layer_name,
-                              "one of the " + std::to_string(layers.size()) +
-                                  " layers of session " + sequence.session_id),
+      Collect(i,
+              InvalidField("layer", job.layer_name,
+                           "one of the " + std::to_string(layers.size()) + " layers of session " +
+                               sequence.session_id),
               error, offending);
       continue;
     }
@@ -164,24 +166,24 @@ absl::Status AttentionRuntime::CheckSequence(const AttendJob& job, const Resolve
   const Session* session = resolved.sessions[index];
   if (session == nullptr) {
     if (cache_.FitsScratch(resolved.geometry(), sequence.keys)) return absl::OkStatus();
-    return MakeError(absl::StatusCode::kInvalidArgument,
-                     {.reason = Reason::kTooLarge,
-                      .field = field,
-                      .got = std::to_string(sequence.keys) + " keys of " +
-                             std::to_string(resolved.geometry().TokenBytes()) + " bytes",
-                      .wanted = "at most " + std::to_string(cache_.scratch_capacity_bytes() / 8 * 7) +
-                                " bytes of stateless keys and values"});
+    return MakeError(
+        absl::StatusCode::kInvalidArgument,
+        {.reason = Reason::kTooLarge,
+         .field = field,
+         .got = std::to_string(sequence.keys) + " keys of " +
+                std::to_string(resolved.geometry().TokenBytes()) + " bytes",
+         .wanted = "at most " + std::to_string(cache_.scratch_capacity_bytes() / 8 * 7) +
+                   " bytes of stateless keys and values"});
   }
   const auto place = static_cast<size_t>(resolved.places[index]);
   if (resolved.spec->cross) {
     const KvContext& context = session->history.context[place];
     const auto conflict = [&](const char* got, const char* wanted) {
-      return MakeError(absl::StatusCode::kFailedPrecondition,
-                       {.reason = Reason::kContextConflict,
-                        .field = field + ".context_length",
-                        .got = got,
-                        .wanted = wanted,
-                        .cached = context.length});
+      return MakeError(absl::StatusCode::kFailedPrecondition, {.reason = Reason::kContextConflict,
+                                                               .field = field + ".context_length",
+                                                               .got = got,
+                                                               .wanted = wanted,
+                                                               .cached = context.length});
     };
     if (!context.present && !sequence.has_keys) {
       return conflict("no context", "the context with the first call of this session and layer");
@@ -282,17 +284,16 @@ absl::Status AttentionRuntime::ReserveSequence(AttendJob& job, const Resolved& r
     *wait_for_scratch = true;
     return absl::OkStatus();
   }
-  return MakeError(
-      absl::StatusCode::kResourceExhausted,
-      {.reason = Reason::kKvExhausted,
-       .field = "sequences[" + std::to_string(index) + "]",
-       .got = std::to_string(sequence.keys) + " more tokens with " +
-              std::to_string(cache_.arena().used_bytes()) + " of " +
-              std::to_string(cache_.arena().capacity_bytes()) + " cache bytes in use",
-       .wanted = "a block of " + std::to_string(history.layout->block_bytes) +
-                 " bytes for every 64 tokens",
-       .sequences = {static_cast<int32_t>(index)},
-       .retry_after_ms = 1000});
+  return MakeError(absl::StatusCode::kResourceExhausted,
+                   {.reason = Reason::kKvExhausted,
+                    .field = "sequences[" + std::to_string(index) + "]",
+                    .got = std::to_string(sequence.keys) + " more tokens with " +
+                           std::to_string(cache_.arena().used_bytes()) + " of " +
+                           std::to_string(cache_.arena().capacity_bytes()) + " cache bytes in use",
+                    .wanted = "a block of " + std::to_string(history.layout->block_bytes) +
+                              " bytes for every 64 tokens",
+                    .sequences = {static_cast<int32_t>(index)},
+                    .retry_after_ms = 1000});
 }
 
 absl::Status AttentionRuntime::Begin(AttendJob& job, const Resolved& resolved,
@@ -389,24 +390,25 @@ bool AttentionRuntime::AddChunk(AttendJob& job, size_t index, const Resolved& re
 
   const auto advance = [](InputRows rows, int64_t count, int64_t width) {
     if (rows.data == nullptr) return rows;
-    return InputRows{static_cast<const std::byte*>(rows.data) + count * width * DTypeBytes(rows.dtype),
-                     rows.dtype};
+    return InputRows{
+        static_cast<const std::byte*>(rows.data) + count * width * DTypeBytes(rows.dtype),
+        rows.dtype};
   };
   const int64_t query_width = spec.raw() ? int64_t{spec.q_heads} * spec.head_dim : spec.d_model;
-  const int64_t key_width = spec.raw() ? int64_t{spec.kv_heads} * spec.head_dim : spec.context_width;
+  const int64_t key_width =
+      spec.raw() ? int64_t{spec.kv_heads} * spec.head_dim : spec.context_width;
   item.query = advance(sequence.query, sequence.rows_done, query_width);
   item.key_source = advance(sequence.key_source, sequence.keys_done, key_width);
-  item.value_source = advance(sequence.value_source, sequence.keys_done,
-                              int64_t{spec.kv_heads} * spec.v_head_dim);
+  item.value_source =
+      advance(sequence.value_source, sequence.keys_done, int64_t{spec.kv_heads} * spec.v_head_dim);
   item.output_dtype = job.output_dtype;
   item.output = job.output.data.get() + (sequence.output_row + sequence.rows_done) *
                                             job.output_width * DTypeBytes(job.output_dtype);
   const bool cached_context =
       resolved.spec->cross && resolved.sessions[index] != nullptr && !sequence.has_keys;
-  batch.blocks.push_back(cached_context
-                             ? cache_.ContextBlocks(resolved.sessions[index]->history,
-                                                    resolved.places[index])
-                             : cache_.Blocks(sequence.reservation));
+  batch.blocks.push_back(cached_context ? cache_.ContextBlocks(resolved.sessions[index]->history,
+                                                               resolved.places[index])
+                                        : cache_.Blocks(sequence.reservation));
   item.blocks = batch.blocks.back();
   item.block_tokens = sequence.reservation.block_tokens;
   AddBias(job, index, item);
@@ -432,20 +434,19 @@ void AttentionRuntime::AddBias(const AttendJob& job, size_t index, AttendItem& i
   const int64_t total_keys = sequence.cached_before + sequence.keys;
   const int64_t slice = job.bias_sequences == 1 ? 0 : static_cast<int64_t>(index);
   const int64_t plane = job.bias_rows * job.bias_columns;
-  item.bias.data = job.bias.data() + slice * job.bias_heads * plane +
-                   sequence.rows_done * job.bias_columns;
+  item.bias.data =
+      job.bias.data() + slice * job.bias_heads * plane + sequence.rows_done * job.bias_columns;
   item.bias.head_stride = job.bias_heads == 1 ? 0 : plane;
   item.bias.row_stride = job.bias_columns;
   item.bias.first_key = total_keys - job.bias_columns;
-  item.bias.columns =
-      std::clamp<int64_t>(item.keys() - item.bias.first_key, 0, job.bias_columns);
+  item.bias.columns = std::clamp<int64_t>(item.keys() - item.bias.first_key, 0, job.bias_columns);
 }
 
 void AttentionRuntime::AddWeights(const AttendJob& job, size_t index, AttendItem& item) {
   const SequenceJob& sequence = job.sequences[index];
   const int64_t begin = std::max(job.weights.row_begin, sequence.rows_done);
-  const int64_t end = std::min(job.weights.row_begin + sequence.weight_rows,
-                               sequence.rows_done + item.rows);
+  const int64_t end =
+      std::min(job.weights.row_begin + sequence.weight_rows, sequence.rows_done + item.rows);
   if (!job.weights.full || begin >= end) return;
   item.weights.data = reinterpret_cast<float*>(sequence.weights.data.get()) +
                       (begin - job.weights.row_begin) * sequence.weight_keys;
@@ -517,7 +518,8 @@ BatchOutcome AttentionRuntime::RunBatch(std::span<AttendJob* const> jobs) {
     if (first != nullptr && !first->SameBatch(resolved[i])) continue;
     if (!job.started) {
       const int64_t tokens = job.tokens();
-      if (!batch.items.empty() && tokens > batch.budget && tokens <= options_.batch_tokens) continue;
+      if (!batch.items.empty() && tokens > batch.budget && tokens <= options_.batch_tokens)
+        continue;
       bool wait_for_scratch = false;
       if (absl::Status status = Begin(job, resolved[i], &wait_for_scratch); !status.ok()) {
         end(std::move(status));

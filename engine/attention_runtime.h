@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The one place where cache, plan and engine meet: loaded models, sessions, and batches of jobs. It decides
-// what of each job goes into a batch, runs it, and commits or rolls back.
+// The one place where cache, plan and engine meet: loaded models, sessions, and batches of jobs. It
+// decides what of each job goes into a batch, runs it, and commits or rolls back.
 //
 // Threads: after the models are added one thread calls everything but models(), model(), info() and
 // progress_ns(), which any thread may call. Times are microseconds of one monotonic clock.
@@ -60,7 +60,7 @@ struct LoadedModel {
 };
 
 struct OpenSessionArguments {
-  int model = -1;             // -1 = raw
+  int model = -1;  // -1 = raw
   AttentionSpec raw_spec;
   int raw_layers = 0;
   DType raw_kv_dtype = DType::kF32;
@@ -89,7 +89,8 @@ struct SessionState {
 struct RuntimeStats {
   int64_t kv_capacity_bytes = 0;
   int64_t kv_used_bytes = 0;
-  int64_t kv_idle_bytes = 0;  // held by sessions without a queued or running call (shared blocks in full)
+  int64_t kv_idle_bytes =
+      0;  // held by sessions without a queued or running call (shared blocks in full)
   int64_t sessions_open = 0;
   int64_t sessions_active = 0;
   int64_t sessions_expired = 0;  // ended so far
@@ -97,7 +98,7 @@ struct RuntimeStats {
 };
 
 struct BatchOutcome {
-  int64_t tokens = 0;     // rows and context rows computed
+  int64_t tokens = 0;  // rows and context rows computed
   int64_t sequences = 0;
   int64_t compute_us = 0;
   int64_t started_us = 0;
@@ -140,14 +141,14 @@ class AttentionRuntime {
                                                int64_t arrival_us);
   absl::Status CloseSession(const std::string& id, int64_t arrival_us);
 
-  // Runs one batch: the first job sets layer and spec, the others join where they fit. Jobs that have ended
-  // have committed (OK) or rolled back (anything else).
+  // Runs one batch: the first job sets layer and spec, the others join where they fit. Jobs that
+  // have ended have committed (OK) or rolled back (anything else).
   BatchOutcome RunBatch(std::span<AttendJob* const> jobs);
   // Rolls back a job that will not be given again (cancelled, expired, shutting down).
   void Abandon(AttendJob& job);
 
-  // Says which sessions have a queued or running call: they neither expire nor count as idle. Called on the
-  // runtime's thread.
+  // Says which sessions have a queued or running call: they neither expire nor count as idle.
+  // Called on the runtime's thread.
   void SetPinned(std::function<bool(const std::string& session_id)> pinned);
   // Ends sessions idle beyond their ttl.
   void ExpireSessions();
@@ -193,7 +194,7 @@ class AttentionRuntime {
   std::shared_ptr<BufferPool> buffers_;
   std::vector<LoadedModel> models_;
   std::function<bool(const std::string&)> pinned_;
-  double flops_per_us_ = 0;                         // moving average; 0 = nothing ran yet
+  double flops_per_us_ = 0;  // moving average; 0 = nothing ran yet
   bool failed_ = false;
 };
 

@@ -85,7 +85,8 @@ absl::Status Validate(const AttentionSpec& spec) {
   RETURN_IF_ERROR(OnePerHead("sinks", spec.sinks, spec.q_heads));
   if (spec.window < 0) return InvalidField("window", absl::StrCat(spec.window), ">= 0");
   if (spec.cross && spec.causal) {
-    return InvalidField("causal", "true", "false in cross-attention: a context has no order of rows");
+    return InvalidField("causal", "true",
+                        "false in cross-attention: a context has no order of rows");
   }
   return absl::OkStatus();
 }

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What one attention layer computes: pure mathematics, no weights, no family names. Checkpoint adapters
-// (engine/model) and raw requests (server/convert) produce it; the plan and the engines read it.
+// What one attention layer computes: pure mathematics, no weights, no family names. Checkpoint
+// adapters (engine/model) and raw requests (server/convert) produce it; the plan and the engines
+// read it.
 //
-// Order of operations: project -> clip -> q/k norm -> RoPE -> append k, v -> scale x (q.k) -> softcap ->
-// ALiBi and attention bias -> mask -> softmax (with sinks) -> weighted sum of v -> concatenate heads ->
-// output projection. Query head h reads key/value head h / (q_heads / kv_heads).
+// Order of operations: project -> clip -> q/k norm -> RoPE -> append k, v -> scale x (q.k) ->
+// softcap -> ALiBi and attention bias -> mask -> softmax (with sinks) -> weighted sum of v ->
+// concatenate heads -> output projection. Query head h reads key/value head h / (q_heads /
+// kv_heads).
 #pragma once
 
 #include <cstdint>
@@ -21,7 +23,8 @@ inline constexpr int kMaxHeadDim = 256;
 
 enum class Mask : uint8_t { kFromModel = 0, kCausal = 1, kBidirectional = 2 };
 
-// Normalisation of each query and key head before RoPE: x * weight / sqrt(mean(x^2) + eps) over head_dim.
+// Normalisation of each query and key head before RoPE: x * weight / sqrt(mean(x^2) + eps) over
+// head_dim.
 enum class QkNorm : uint8_t { kNone, kRmsPerHead };
 
 enum class RopePairing : uint8_t {
@@ -29,8 +32,8 @@ enum class RopePairing : uint8_t {
   kInterleaved,  // rotates pairs (2i, 2i + 1)
 };
 
-// Rotary position embedding (Su et al. 2021) of the first `dim` elements of each query and key head:
-// (x, y) -> (x cos a - y sin a, y cos a + x sin a), a = position * inverse_frequency[pair].
+// Rotary position embedding (Su et al. 2021) of the first `dim` elements of each query and key
+// head: (x, y) -> (x cos a - y sin a, y cos a + x sin a), a = position * inverse_frequency[pair].
 struct RopeSpec {
   RopePairing pairing = RopePairing::kHalf;
   int dim = 0;                            // even, <= head_dim; 0 = no rotation
@@ -49,9 +52,9 @@ struct AttentionSpec {
   int head_dim = 1;  // 1..kMaxHeadDim, queries and keys
   int v_head_dim = 1;
 
-  double scale = 1.0;      // multiplies q.k
-  float softcap = 0;       // cap * tanh(score / cap); 0 = off
-  float clip_qkv = 0;      // clamp of q, k, v to [-clip, clip]; 0 = off
+  double scale = 1.0;  // multiplies q.k
+  float softcap = 0;   // cap * tanh(score / cap); 0 = off
+  float clip_qkv = 0;  // clamp of q, k, v to [-clip, clip]; 0 = off
   QkNorm qk_norm = QkNorm::kNone;
   float qk_norm_eps = 0;
   RopeSpec rope;
@@ -59,9 +62,11 @@ struct AttentionSpec {
   std::vector<float> sinks;         // [q_heads] or empty
 
   bool causal = false;
-  int64_t window = 0;            // keys a row sees, its own included; bidirectional: |j - p| < window; 0 = none
-  bool cross = false;            // K and V come from a context, not from the hidden states
-  bool mask_selectable = false;  // plain module: the caller chooses causality, and may give a context
+  int64_t window =
+      0;  // keys a row sees, its own included; bidirectional: |j - p| < window; 0 = none
+  bool cross = false;  // K and V come from a context, not from the hidden states
+  bool mask_selectable =
+      false;  // plain module: the caller chooses causality, and may give a context
 
   bool raw() const { return d_model == 0; }
   int group_size() const { return q_heads / kv_heads; }

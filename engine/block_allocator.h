@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Hands out blocks of KV memory by address. The arena is cut into slabs; a run of slabs serves one block
-// size at a time and returns to the arena when its last block is free, because layers, raw sessions and
-// models differ in geometry. Blocks are reference counted (forks share them). Holds no bytes itself.
+// Hands out blocks of KV memory by address. The arena is cut into slabs; a run of slabs serves one
+// block size at a time and returns to the arena when its last block is free, because layers, raw
+// sessions and models differ in geometry. Blocks are reference counted (forks share them). Holds no
+// bytes itself.
 //
 // Thread-compatible. All allocations are all-or-nothing.
 #pragma once
@@ -17,13 +18,13 @@ namespace attend {
 
 class BlockAllocator {
  public:
-  // Addresses lie in [base, base + bytes); `base` is a multiple of 64. `on_empty(address, bytes)` is called
-  // when a run of slabs has become empty.
+  // Addresses lie in [base, base + bytes); `base` is a multiple of 64. `on_empty(address, bytes)`
+  // is called when a run of slabs has become empty.
   BlockAllocator(int64_t base, int64_t bytes,
                  std::function<void(int64_t address, int64_t bytes)> on_empty = {});
 
-  // Appends `count` addresses of blocks of `block_bytes` (a multiple of 64), each with one reference, to
-  // `out`; false and nothing changed when they don't all fit. Lowest addresses first.
+  // Appends `count` addresses of blocks of `block_bytes` (a multiple of 64), each with one
+  // reference, to `out`; false and nothing changed when they don't all fit. Lowest addresses first.
   bool Allocate(int64_t block_bytes, int64_t count, std::vector<int64_t>& out);
 
   void AddReference(int64_t address);
@@ -54,8 +55,8 @@ class BlockAllocator {
   int64_t base_;
   int64_t slab_bytes_;
   std::function<void(int64_t, int64_t)> on_empty_;
-  std::vector<int64_t> owner_;              // [slabs] first slab of the run it belongs to, -1 = free
-  std::map<int64_t, Run> runs_;             // by first slab
+  std::vector<int64_t> owner_;   // [slabs] first slab of the run it belongs to, -1 = free
+  std::map<int64_t, Run> runs_;  // by first slab
   std::map<int64_t, std::set<int64_t>> open_runs_;  // block bytes -> runs with a free block
   int64_t used_bytes_ = 0;
 };

@@ -14,7 +14,8 @@ constexpr int64_t kScratchKeptBytes = int64_t{64} << 20;
 
 int64_t BlockCount(int64_t tokens) { return (tokens + kBlockTokens - 1) / kBlockTokens; }
 
-// A sequence shorter than a block needs room for its own keys only, in steps of 16, one vector of float.
+// A sequence shorter than a block needs room for its own keys only, in steps of 16, one vector of
+// float.
 int32_t ScratchBlockTokens(int64_t keys) {
   if (keys >= kBlockTokens) return kBlockTokens;
   return static_cast<int32_t>(std::max<int64_t>(1, (keys + 15) / 16) * 16);
@@ -41,7 +42,8 @@ int64_t KvHistory::Longest() const {
 
 KvCache::KvCache(AttentionEngine& engine, int64_t kv_bytes, int64_t scratch_bytes)
     : engine_(engine),
-      arena_(0, kv_bytes, [this](int64_t address, int64_t bytes) { engine_.Discard(address, bytes); }),
+      arena_(0, kv_bytes,
+             [this](int64_t address, int64_t bytes) { engine_.Discard(address, bytes); }),
       scratch_(kv_bytes, scratch_bytes),
       scratch_base_(kv_bytes) {}
 
@@ -79,8 +81,7 @@ KvCache::Outcome KvCache::AllocateScratch(int64_t block_bytes, int64_t count,
   const size_t before = out.size();
   if (!scratch_.Allocate(block_bytes, count, out)) return Outcome::kScratchExhausted;
   for (size_t i = before; i < out.size(); ++i) {
-    scratch_touched_bytes_ =
-        std::max(scratch_touched_bytes_, out[i] + block_bytes - scratch_base_);
+    scratch_touched_bytes_ = std::max(scratch_touched_bytes_, out[i] + block_bytes - scratch_base_);
   }
   return Outcome::kOk;
 }
@@ -116,8 +117,8 @@ KvCache::Outcome KvCache::ReserveAppend(KvHistory& history, int layer, int64_t p
 
   std::vector<int64_t> fresh;
   const int64_t grow = std::max<int64_t>(0, end_block - held);
-  if (!arena_.Allocate(history.layout->block_bytes,
-                       static_cast<int64_t>(shared.size()) + grow, fresh)) {
+  if (!arena_.Allocate(history.layout->block_bytes, static_cast<int64_t>(shared.size()) + grow,
+                       fresh)) {
     return Outcome::kKvExhausted;
   }
   std::vector<int64_t> undo;
@@ -141,8 +142,7 @@ KvCache::Outcome KvCache::ReserveAppend(KvHistory& history, int layer, int64_t p
   copies.clear();
   reservation = {};
   for (size_t i = 0; i < overwritten.size(); ++i) {
-    const int64_t from =
-        history.blocks[static_cast<size_t>(overwritten[i])] + place.offset_bytes;
+    const int64_t from = history.blocks[static_cast<size_t>(overwritten[i])] + place.offset_bytes;
     copies.push_back({from, undo[i], place.geometry.BlockBytes()});
     reservation.saved.push_back({overwritten[i], undo[i]});
   }
@@ -169,8 +169,7 @@ KvCache::Outcome KvCache::ReserveLookAhead(KvHistory& history, int layer, int64_
   made.layer = layer;
   made.position = position;
   made.new_keys = new_keys;
-  if (const Outcome outcome =
-          AllocateScratch(place.geometry.BlockBytes(), count, made.own_blocks);
+  if (const Outcome outcome = AllocateScratch(place.geometry.BlockBytes(), count, made.own_blocks);
       outcome != Outcome::kOk) {
     return outcome;
   }
@@ -184,8 +183,7 @@ KvCache::Outcome KvCache::ReserveLookAhead(KvHistory& history, int layer, int64_
 }
 
 KvCache::Outcome KvCache::ReserveContext(KvHistory& history, int layer, int64_t length,
-                                         std::array<uint64_t, 2> hash,
-                                         KvReservation& reservation) {
+                                         std::array<uint64_t, 2> hash, KvReservation& reservation) {
   const KvLayout::Layer& place = history.layout->layers[static_cast<size_t>(layer)];
   CHECK(place.context && !history.context[static_cast<size_t>(layer)].present);
   KvReservation made;
@@ -207,9 +205,8 @@ KvCache::Outcome KvCache::ReserveScratch(const KvGeometry& geometry, int64_t key
   made.kind = KvReservation::Kind::kScratch;
   made.new_keys = keys;
   made.block_tokens = ScratchBlockTokens(keys);
-  if (const Outcome outcome =
-          AllocateScratch(ScratchBlockBytes(geometry, made.block_tokens), BlockCount(keys),
-                          made.own_blocks);
+  if (const Outcome outcome = AllocateScratch(ScratchBlockBytes(geometry, made.block_tokens),
+                                              BlockCount(keys), made.own_blocks);
       outcome != Outcome::kOk) {
     return outcome;
   }
@@ -237,8 +234,7 @@ void KvCache::Commit(KvReservation& reservation) {
       break;
     }
     case KvReservation::Kind::kContext: {
-      KvContext& context =
-          reservation.history->context[static_cast<size_t>(reservation.layer)];
+      KvContext& context = reservation.history->context[static_cast<size_t>(reservation.layer)];
       context.present = true;
       context.length = reservation.new_keys;
       context.hash = reservation.context_hash;
@@ -257,8 +253,7 @@ void KvCache::RollBack(KvReservation& reservation) {
   switch (reservation.kind) {
     case KvReservation::Kind::kAppend: {
       KvHistory& history = *reservation.history;
-      const KvLayout::Layer& place =
-          history.layout->layers[static_cast<size_t>(reservation.layer)];
+      const KvLayout::Layer& place = history.layout->layers[static_cast<size_t>(reservation.layer)];
       std::vector<BlockCopy> copies;
       for (const KvReservation::Saved& saved : reservation.saved) {
         const int64_t to =
@@ -293,10 +288,10 @@ std::vector<int64_t> KvCache::Blocks(const KvReservation& reservation) const {
   const int64_t offset =
       history.layout->layers[static_cast<size_t>(reservation.layer)].offset_bytes;
   const int64_t count = BlockCount(reservation.position + reservation.new_keys);
-  const int64_t own_from = reservation.kind == KvReservation::Kind::kLookAhead &&
-                                   !reservation.own_blocks.empty()
-                               ? reservation.position / kBlockTokens
-                               : count;
+  const int64_t own_from =
+      reservation.kind == KvReservation::Kind::kLookAhead && !reservation.own_blocks.empty()
+          ? reservation.position / kBlockTokens
+          : count;
   std::vector<int64_t> blocks;
   for (int64_t index = 0; index < count; ++index) {
     blocks.push_back(index < own_from

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The state of the KV cache as integers: which blocks hold which history, how long each layer is, and the
-// transactions that change it. Holds no tensor bytes: changes that need bytes moved are returned as
-// BlockCopy lists for the engine. The runtime is the only caller.
+// The state of the KV cache as integers: which blocks hold which history, how long each layer is,
+// and the transactions that change it. Holds no tensor bytes: changes that need bytes moved are
+// returned as BlockCopy lists for the engine. The runtime is the only caller.
 //
 // Thread-compatible.
 #pragma once
@@ -19,8 +19,8 @@
 
 namespace attend {
 
-// Where the layers of one kind of session lie. A block of the history holds 64 tokens of all layers that
-// keep one; a cross-attention context has blocks of its own, one layer each.
+// Where the layers of one kind of session lie. A block of the history holds 64 tokens of all layers
+// that keep one; a cross-attention context has blocks of its own, one layer each.
 struct KvLayout {
   struct Layer {
     KvGeometry geometry;
@@ -46,10 +46,10 @@ struct KvContext {
 // What one session has cached.
 struct KvHistory {
   std::shared_ptr<const KvLayout> layout;
-  std::vector<int64_t> blocks;    // history blocks, shared by the layers
-  std::vector<int64_t> length;    // [layers] committed tokens
-  std::vector<int64_t> reserved;  // [layers] tokens a running append will have; 0 = none
-  std::vector<KvContext> context; // [layers]
+  std::vector<int64_t> blocks;     // history blocks, shared by the layers
+  std::vector<int64_t> length;     // [layers] committed tokens
+  std::vector<int64_t> reserved;   // [layers] tokens a running append will have; 0 = none
+  std::vector<KvContext> context;  // [layers]
 
   int64_t Longest() const;
 };
@@ -57,11 +57,11 @@ struct KvHistory {
 // A running change of one layer: made by Reserve, ended by Commit or RollBack.
 struct KvReservation {
   enum class Kind : uint8_t {
-    kNone,     // holds nothing
-    kAppend,   // new keys go to the history
+    kNone,       // holds nothing
+    kAppend,     // new keys go to the history
     kLookAhead,  // attends as if appended; the history stays (no_append)
-    kContext,  // new keys become the cached context
-    kScratch,  // stateless: keys live in scratch only
+    kContext,    // new keys become the cached context
+    kScratch,    // stateless: keys live in scratch only
   };
   Kind kind = Kind::kNone;
   KvHistory* history = nullptr;
@@ -81,8 +81,8 @@ struct KvReservation {
 
 class KvCache {
  public:
-  // Session blocks come from [0, kv_bytes), scratch from [kv_bytes, kv_bytes + scratch_bytes). `engine` moves
-  // bytes and outlives the cache.
+  // Session blocks come from [0, kv_bytes), scratch from [kv_bytes, kv_bytes + scratch_bytes).
+  // `engine` moves bytes and outlives the cache.
   KvCache(AttentionEngine& engine, int64_t kv_bytes, int64_t scratch_bytes);
 
   KvHistory Open(std::shared_ptr<const KvLayout> layout) const;
@@ -106,8 +106,8 @@ class KvCache {
   void Commit(KvReservation& reservation);
   void RollBack(KvReservation& reservation);
 
-  // Addresses of the layer's part of blocks 0 .. ceil(keys / 64) - 1 under the reservation. Ask again for
-  // every batch: a block may have moved (copy-on-write by another layer).
+  // Addresses of the layer's part of blocks 0 .. ceil(keys / 64) - 1 under the reservation. Ask
+  // again for every batch: a block may have moved (copy-on-write by another layer).
   std::vector<int64_t> Blocks(const KvReservation& reservation) const;
   // Likewise for a cached context.
   const std::vector<int64_t>& ContextBlocks(const KvHistory& history, int layer) const {
@@ -134,7 +134,8 @@ class KvCache {
   BlockAllocator arena_;
   BlockAllocator scratch_;
   int64_t scratch_base_;
-  int64_t scratch_touched_bytes_ = 0;  // [scratch_base_, + this) has been written since the last Discard
+  int64_t scratch_touched_bytes_ =
+      0;  // [scratch_base_, + this) has been written since the last Discard
 };
 
 }  // namespace attend

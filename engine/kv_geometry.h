@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How one layer's keys and values are stored in a cache block. Blocks hold kBlockTokens tokens of one
-// history; within a layer's part of a block, all key heads come first, then all value heads. The layout
-// inside a head is the engine's own business; only the number of bytes is agreed here.
+// How one layer's keys and values are stored in a cache block. Blocks hold kBlockTokens tokens of
+// one history; within a layer's part of a block, all key heads come first, then all value heads.
+// The layout inside a head is the engine's own business; only the number of bytes is agreed here.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace attend {
 
-inline constexpr int kBlockTokens = 64;  // aligned to the absolute key index: block b holds 64b .. 64b+63
+inline constexpr int kBlockTokens =
+    64;  // aligned to the absolute key index: block b holds 64b .. 64b+63
 
 struct KvGeometry {
   int kv_heads = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The weights of one attention layer as a checkpoint adapter hands them to an engine: views into mapped
-// files, not yet packed. Matrices are indexed (out, in);
-// the strides say how the file stores them, so fused and transposed tensors need no copy.
+// The weights of one attention layer as a checkpoint adapter hands them to an engine: views into
+// mapped files, not yet packed. Matrices are indexed (out, in); the strides say how the file stores
+// them, so fused and transposed tensors need no copy.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +28,10 @@ struct WeightView {
 };
 
 struct LayerWeights {
-  WeightView q;  // [q_heads * head_dim, d_model]
-  WeightView k;  // [kv_heads * head_dim, context_width]
-  WeightView v;  // [kv_heads * v_head_dim, context_width]
-  WeightView o;  // [output_width, q_heads * v_head_dim]
+  WeightView q;                               // [q_heads * head_dim, d_model]
+  WeightView k;                               // [kv_heads * head_dim, context_width]
+  WeightView v;                               // [kv_heads * v_head_dim, context_width]
+  WeightView o;                               // [output_width, q_heads * v_head_dim]
   WeightView q_bias, k_bias, v_bias, o_bias;  // [rows of the matrix] or absent
   WeightView q_norm, k_norm;                  // [head_dim] or absent
 };

@@ -61,8 +61,8 @@ SessionState AttentionRuntime::StateOf(const Session& session) const {
   state.replica = table_.replica();
   state.length = session.history.Longest();
   for (size_t i = 0; i < session.model_layers.size(); ++i) {
-    state.layers.push_back({LayerName(session, i), session.history.length[i],
-                            session.history.context[i].length});
+    state.layers.push_back(
+        {LayerName(session, i), session.history.length[i], session.history.context[i].length});
   }
   state.kv_bytes = cache_.HeldBytes(session.history);
   state.ttl_seconds = session.ttl_us / kSecondUs;
@@ -89,7 +89,8 @@ absl::StatusOr<SessionState> AttentionRuntime::OpenSession(const OpenSessionArgu
   auto layout = std::make_shared<KvLayout>();
   if (arguments.model < 0) {
     session->raw_spec = arguments.raw_spec;
-    for (int32_t i = 0; i < arguments.raw_layers; ++i) candidates.emplace_back(std::to_string(i), i);
+    for (int32_t i = 0; i < arguments.raw_layers; ++i)
+      candidates.emplace_back(std::to_string(i), i);
   } else {
     const LoadedModel& model = models_[static_cast<size_t>(arguments.model)];
     for (size_t i = 0; i < model.layers.size(); ++i) {
@@ -154,7 +155,8 @@ absl::StatusOr<SessionState> AttentionRuntime::ForkSession(const std::string& id
                                                            int64_t arrival_us) {
   ASSIGN_OR_RETURN(Session * session, table_.Find(id, arrival_us));
   const int64_t longest = session->history.Longest();
-  if (length.has_value() && (*length < 0 || *length > longest)) return LengthError(*length, longest);
+  if (length.has_value() && (*length < 0 || *length > longest))
+    return LengthError(*length, longest);
   auto fork = std::make_unique<Session>();
   fork->model = session->model;
   fork->raw_spec = session->raw_spec;
@@ -170,8 +172,7 @@ absl::StatusOr<SessionState> AttentionRuntime::ForkSession(const std::string& id
 }
 
 absl::StatusOr<SessionState> AttentionRuntime::TruncateSession(const std::string& id,
-                                                               int64_t length,
-                                                               int64_t arrival_us) {
+                                                               int64_t length, int64_t arrival_us) {
   ASSIGN_OR_RETURN(Session * session, table_.Find(id, arrival_us));
   const int64_t longest = session->history.Longest();
   if (length < 0 || length > longest) return LengthError(length, longest);

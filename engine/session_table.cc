@@ -15,7 +15,8 @@ constexpr size_t kEndedKept = 65536;
 constexpr int64_t kEndedKeptUs = int64_t{3600} * 1000000;
 
 std::string RandomHex128() {
-  std::random_device device;  // the system's generator: ids are capabilities and must not be guessed
+  std::random_device
+      device;  // the system's generator: ids are capabilities and must not be guessed
   char text[33];
   std::snprintf(text, sizeof(text), "%08x%08x%08x%08x", device(), device(), device(), device());
   return text;
@@ -23,21 +24,24 @@ std::string RandomHex128() {
 
 const char* ReasonText(Reason reason) {
   switch (reason) {
-    case Reason::kSessionExpired: return "expired";
-    case Reason::kSessionEvicted: return "evicted";
-    case Reason::kSessionClosed: return "closed";
-    case Reason::kSessionLostInRestart: return "lost in a restart of the server";
-    default: return "not found";
+    case Reason::kSessionExpired:
+      return "expired";
+    case Reason::kSessionEvicted:
+      return "evicted";
+    case Reason::kSessionClosed:
+      return "closed";
+    case Reason::kSessionLostInRestart:
+      return "lost in a restart of the server";
+    default:
+      return "not found";
   }
 }
 
 absl::Status Gone(const std::string& id, Reason reason) {
-  return MakeError(absl::StatusCode::kNotFound,
-                   {.reason = reason,
-                    .field = "session_id",
-                    .got = id,
-                    .wanted = "an open session"},
-                   "session_id: session " + id + " is " + ReasonText(reason));
+  return MakeError(
+      absl::StatusCode::kNotFound,
+      {.reason = reason, .field = "session_id", .got = id, .wanted = "an open session"},
+      "session_id: session " + id + " is " + ReasonText(reason));
 }
 
 }  // namespace
@@ -74,19 +78,18 @@ absl::StatusOr<Session*> SessionTable::Find(const std::string& id, int64_t arriv
 
   // Split from the right: host names have dots.
   const size_t random = id.rfind('.');
-  const size_t start = random == std::string::npos || random == 0 ? std::string::npos
-                                                                  : id.rfind('.', random - 1);
+  const size_t start =
+      random == std::string::npos || random == 0 ? std::string::npos : id.rfind('.', random - 1);
   if (start == std::string::npos || start == 0 || id.size() - random - 1 != 32) {
     return Gone(id, Reason::kSessionNotFound);
   }
   const std::string owner = id.substr(0, start);
   if (owner != replica_) {
-    return MakeError(absl::StatusCode::kFailedPrecondition,
-                     {.reason = Reason::kSessionMoved,
-                      .field = "session_id",
-                      .got = "a session of replica " + owner,
-                      .wanted = "replica " + replica_,
-                      .replica = owner});
+    return MakeError(absl::StatusCode::kFailedPrecondition, {.reason = Reason::kSessionMoved,
+                                                             .field = "session_id",
+                                                             .got = "a session of replica " + owner,
+                                                             .wanted = "replica " + replica_,
+                                                             .replica = owner});
   }
   if (id.substr(start + 1, random - start - 1) != start_) {
     return Gone(id, Reason::kSessionLostInRestart);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Sessions by id: who they are, how long they may idle, how they ended. Ids are
-// `<replica>.<start>.<128 random bits>`: an id tells its owner, and whether it is from before a restart.
-// Times are microseconds of a monotonic clock, given by the caller.
+// `<replica>.<start>.<128 random bits>`: an id tells its owner, and whether it is from before a
+// restart. Times are microseconds of a monotonic clock, given by the caller.
 //
 // Thread-compatible.
 #pragma once
@@ -24,13 +24,13 @@ namespace attend {
 
 struct Session {
   std::string id;
-  int model = -1;                 // index of the runtime's model; -1 = raw
-  AttentionSpec raw_spec;         // raw: the options all layers share
+  int model = -1;                     // index of the runtime's model; -1 = raw
+  AttentionSpec raw_spec;             // raw: the options all layers share
   std::vector<int32_t> model_layers;  // [layers] index of the model's layer; raw: 0, 1, ...
-  KvHistory history;              // one entry per element of model_layers
+  KvHistory history;                  // one entry per element of model_layers
   int64_t ttl_us = 0;
-  int64_t max_tokens = 0;         // 0 = no limit
-  int64_t last_used_us = 0;       // end of the last call
+  int64_t max_tokens = 0;    // 0 = no limit
+  int64_t last_used_us = 0;  // end of the last call
 };
 
 class SessionTable {
@@ -42,7 +42,8 @@ class SessionTable {
   absl::StatusOr<Session*> Insert(std::unique_ptr<Session> session, int64_t now_us);
 
   // The open session, or why there is none: NOT_FOUND with the reason it ended, FAILED_PRECONDITION
-  // SESSION_MOVED with its owner. A session idle longer than its ttl at `arrival_us` is reported expired.
+  // SESSION_MOVED with its owner. A session idle longer than its ttl at `arrival_us` is reported
+  // expired.
   absl::StatusOr<Session*> Find(const std::string& id, int64_t arrival_us) const;
 
   // Removes the session and remembers the reason. The caller has freed its history.

@@ -27,7 +27,9 @@ absl::Status Unavailable(Reason reason, const char* message) {
                    message);
 }
 
-absl::Status Starting() { return Unavailable(Reason::kStarting, "the server is loading its models"); }
+absl::Status Starting() {
+  return Unavailable(Reason::kStarting, "the server is loading its models");
+}
 
 absl::Status Draining() {
   return Unavailable(Reason::kDraining,
@@ -60,8 +62,8 @@ absl::StatusOr<std::optional<int64_t>> AnnouncedBytes(const Call& call, int64_t 
 struct AttendCall {
   std::optional<int64_t> announced_bytes;
   std::mutex mutex;
-  Admission::Slot slot;                                    // a unary call's, taken on its headers
-  std::map<int64_t, std::shared_ptr<AttendJob>> jobs;      // running, by item; guarded by mutex
+  Admission::Slot slot;                                // a unary call's, taken on its headers
+  std::map<int64_t, std::shared_ptr<AttendJob>> jobs;  // running, by item; guarded by mutex
 };
 
 // Attend and AttendStream.
@@ -107,15 +109,15 @@ class AttendMethod : public Method {
     }
     if (call->cancelled()) job.cancelled.store(true);
     std::shared_ptr<AttendJob> submitted = converted->job;
-    parts_.batcher->Submit(std::move(submitted), [this, call, kept, item, converted,
-                                                  slot](absl::Status status) {
-      {
-        std::lock_guard<std::mutex> lock(kept->mutex);
-        kept->jobs.erase(item);
-      }
-      slot->Release();
-      Answer(*call, item, *converted, status);
-    });
+    parts_.batcher->Submit(std::move(submitted),
+                           [this, call, kept, item, converted, slot](absl::Status status) {
+                             {
+                               std::lock_guard<std::mutex> lock(kept->mutex);
+                               kept->jobs.erase(item);
+                             }
+                             slot->Release();
+                             Answer(*call, item, *converted, status);
+                           });
   }
 
   void OnCancelled(Call& call) override {
@@ -156,8 +158,8 @@ class AttendMethod : public Method {
     int64_t left_us = parts_.options->limits.deadline_ms * 1000;
     if (converted.timeout_us > 0) left_us = std::min(left_us, converted.timeout_us);
     if (call.deadline().has_value()) {
-      const auto left = std::chrono::duration_cast<std::chrono::microseconds>(
-          *call.deadline() - Call::Clock::now());
+      const auto left = std::chrono::duration_cast<std::chrono::microseconds>(*call.deadline() -
+                                                                              Call::Clock::now());
       left_us = std::min<int64_t>(left_us, left.count());
     }
     return now_us + left_us;
@@ -191,7 +193,8 @@ class AttendMethod : public Method {
     }
     CountTokens(job, model);
     if (now_us - job.arrival_us > kSlowUs) Log(call, converted, status, now_us - job.arrival_us);
-    call.Answer(item, EncodeAttendResponse(ToResponse(context_, converted, now_us), OutputOf(converted)),
+    call.Answer(item,
+                EncodeAttendResponse(ToResponse(context_, converted, now_us), OutputOf(converted)),
                 absl::StatusCode::kOk, model);
   }
 
@@ -224,26 +227,26 @@ class AttendMethod : public Method {
       session = HashedId(job->sequences[0].session_id);
     }
     const std::vector<LoadedModel>& models = parts_.runtime->models();
-    const std::string model = job == nullptr    ? ""
+    const std::string model = job == nullptr   ? ""
                               : job->model < 0 ? "raw"
                                                : models[static_cast<size_t>(job->model)].name;
     const int64_t queue_us =
         job == nullptr || job->first_batch_us == 0 ? 0 : job->first_batch_us - job->arrival_us;
-    parts_.logger->Write(
-        status.ok() ? LogLevel::kInfo : LogLevel::kWarning, status.ok() ? "slow_call" : "call_failed",
-        {{"method", name()},
-         {"request_id", converted.request_id},
-         {"trace", call.traceparent()},
-         {"session", session},
-         {"model", model},
-         {"layer", job == nullptr ? std::string() : job->layer_name},
-         {"tokens", job == nullptr ? int64_t{0} : job->tokens()},
-         {"queue_us", queue_us},
-         {"compute_us", job == nullptr ? int64_t{0} : job->compute_us},
-         {"total_us", total_us},
-         {"code", absl::StatusCodeToString(status.code())},
-         {"reason", static_cast<int>(ReasonOf(status))},
-         {"message", std::string(status.message())}});
+    parts_.logger->Write(status.ok() ? LogLevel::kInfo : LogLevel::kWarning,
+                         status.ok() ? "slow_call" : "call_failed",
+                         {{"method", name()},
+                          {"request_id", converted.request_id},
+                          {"trace", call.traceparent()},
+                          {"session", session},
+                          {"model", model},
+                          {"layer", job == nullptr ? std::string() : job->layer_name},
+                          {"tokens", job == nullptr ? int64_t{0} : job->tokens()},
+                          {"queue_us", queue_us},
+                          {"compute_us", job == nullptr ? int64_t{0} : job->compute_us},
+                          {"total_us", total_us},
+                          {"code", absl::StatusCodeToString(status.code())},
+                          {"reason", static_cast<int>(ReasonOf(status))},
+                          {"message", std::string(status.message())}});
   }
 
   static double Seconds(int64_t us) { return static_cast<double>(us) * 1e-6; }
@@ -415,9 +418,8 @@ AttentionService::AttentionService(ServiceParts given) : parts_(std::move(given)
         done(EncodeMessage(response), kModelNone);
       }));
   add(std::make_unique<SmallMethod<v1::GetServerInfoRequest>>(
-      parts, "GetServerInfo", true, [&parts](const auto&, auto done) {
-        done(EncodeMessage(ServerInfoOf(parts)), kModelNone);
-      }));
+      parts, "GetServerInfo", true,
+      [&parts](const auto&, auto done) { done(EncodeMessage(ServerInfoOf(parts)), kModelNone); }));
 }
 
 AttentionService::~AttentionService() = default;

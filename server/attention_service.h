@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The methods of attend.v1.Attention: each turns a message into a job or a session call for the batcher,
-// and the outcome into an answer. Decides admission and draining; what a request may say is decided in
-// convert, what a session allows in the runtime.
+// The methods of attend.v1.Attention: each turns a message into a job or a session call for the
+// batcher, and the outcome into an answer. Decides admission and draining; what a request may say
+// is decided in convert, what a session allows in the runtime.
 #pragma once
 
 #include <atomic>

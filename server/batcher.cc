@@ -13,6 +13,7 @@ namespace {
 
 // Session expiry and gauges are looked at this often while idle, and between batches.
 constexpr int64_t kTidyUs = 200000;
+constexpr int64_t kFewSessions = 256;
 
 // Jobs of one (model, layer, cross) share a batch; raw work is one kind, split further by the
 // runtime.
@@ -202,7 +203,8 @@ void Batcher::Loop() {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       running_ = 0;
-      if (queue_.size() == 0 && !stopping_) {
+      // Gauges of many sessions take a while to add up: only then may they be up to kTidyUs old.
+      if (queue_.size() == 0 && !stopping_ && runtime_.open_sessions() < kFewSessions) {
         lock.unlock();
         Publish();
         lock.lock();

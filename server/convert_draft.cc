@@ -15,7 +15,6 @@
 namespace attend {
 namespace {
 
-
 constexpr size_t kShownCharacters = 64;
 // Tensors begin on cache lines, as vector loads like it.
 constexpr int64_t kTensorAlignment = 64;

@@ -22,7 +22,8 @@ int AskHealth(const std::string& address) {
   context.set_deadline(std::chrono::system_clock::now() + kLimit);
   grpc::CompletionQueue queue;
   const grpc::ByteBuffer request = EncodeMessage(grpc::health::v1::HealthCheckRequest());
-  const auto call = stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check", request, &queue);
+  const auto call =
+      stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check", request, &queue);
   grpc::ByteBuffer answer;
   grpc::Status status;
   call->StartCall();

@@ -7,7 +7,8 @@
 
 namespace attend {
 
-// grpc.health.v1.Health/Check of "" at the address, within 3 seconds. Prints the answer. 0 = SERVING, else 1.
+// grpc.health.v1.Health/Check of "" at the address, within 3 seconds. Prints the answer. 0 =
+// SERVING, else 1.
 int AskHealth(const std::string& address);
 
 }  // namespace attend

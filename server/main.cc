@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// attend-server: options, signals, exit codes. 0 = stopped as asked, 1 = failed or stopped twice, 2 = wrong
-// flag, checkpoint or port.
+// attend-server: options, signals, exit codes. 0 = stopped as asked, 1 = failed or stopped twice, 2
+// = wrong flag, checkpoint or port.
 #include <grpcpp/grpcpp.h>
 #include <signal.h>
 #include <unistd.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Owns everything of a running server in construction order, and its life: load, serve, drain, stop.
-// main.cc turns signals into RequestStop.
+// Owns everything of a running server in construction order, and its life: load, serve, drain,
+// stop. main.cc turns signals into RequestStop.
 #pragma once
 
 #include <atomic>
@@ -32,11 +32,11 @@ namespace attend {
 
 // What the process will need at most, in bytes; one line of the log adds it up.
 struct MemoryPlan {
-  int64_t weights = 0;   // packed
-  int64_t kv = 0;        // sessions' cache
-  int64_t scratch = 0;   // keys and values of stateless work
-  int64_t queue = 0;     // messages in the queue and being received
-  int64_t staging = 0;   // activations of a batch and kept buffers
+  int64_t weights = 0;  // packed
+  int64_t kv = 0;       // sessions' cache
+  int64_t scratch = 0;  // keys and values of stateless work
+  int64_t queue = 0;    // messages in the queue and being received
+  int64_t staging = 0;  // activations of a batch and kept buffers
   int64_t Total() const { return weights + kv + scratch + queue + staging; }
 };
 MemoryPlan PlanMemory(const Options& options,
@@ -48,8 +48,8 @@ class Server {
   Server(Options options, const Machine& machine, Logger& logger);
   ~Server();
 
-  // Reads and checks the checkpoints, then opens the ports and packs the weights; calls are answered STARTING
-  // until the last layer is packed. Errors are start-up errors: one line, exit 2.
+  // Reads and checks the checkpoints, then opens the ports and packs the weights; calls are
+  // answered STARTING until the last layer is packed. Errors are start-up errors: one line, exit 2.
   absl::Status Start();
 
   // Serves until RequestStop, then drains. Called by one thread after Start.
@@ -94,11 +94,11 @@ class Server {
 
   mutable std::mutex mutex_;
   std::condition_variable stop_changed_;
-  bool stop_ = false;                 // guarded by mutex_
-  std::vector<int> listen_ports_;     // guarded by mutex_
+  bool stop_ = false;                        // guarded by mutex_
+  std::vector<int> listen_ports_;            // guarded by mutex_
   std::vector<int64_t> kv_capacity_tokens_;  // fixed after PackModels
-  int64_t expired_reported_ = 0;      // engine thread
-  int64_t closed_reported_ = 0;       // engine thread
+  int64_t expired_reported_ = 0;             // engine thread
+  int64_t closed_reported_ = 0;              // engine thread
 };
 
 }  // namespace attend

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The fused attention stage of the CPU engine: appends keys and values to their blocks and attends with an
-// online softmax, never holding more than one strip of scores. Compiled once per instruction set
-// (Highway); the caller names the one to use.
+// The fused attention stage of the CPU engine: appends keys and values to their blocks and attends
+// with an online softmax, never holding more than one strip of scores. Compiled once per
+// instruction set (Highway); the caller names the one to use.
 //
-// Determinism: a row's bits depend on its query, its visible keys and values and the spec only. Keys are
-// reduced in blocks of 64 aligned to the absolute key index, in segments of 1024 keys, each from a fresh
-// state, merged in ascending order, whichever threads computed them and however many rows or heads a call has.
+// Determinism: a row's bits depend on its query, its visible keys and values and the spec only.
+// Keys are reduced in blocks of 64 aligned to the absolute key index, in segments of 1024 keys,
+// each from a fresh state, merged in ascending order, whichever threads computed them and however
+// many rows or heads a call has.
 #pragma once
 
 #include <cstddef>
@@ -20,16 +21,16 @@ namespace attend {
 
 enum class CpuIsa : uint8_t { kAvx2, kAvx512 };
 
-// Everything of one batch the stage reads. `q`, `k`, `v` are float32, projected, normalised and rotated, in
-// plan order (BatchPlan::row_begin, new_key_begin).
+// Everything of one batch the stage reads. `q`, `k`, `v` are float32, projected, normalised and
+// rotated, in plan order (BatchPlan::row_begin, new_key_begin).
 struct AttentionBatch {
   const BatchPlan* plan = nullptr;
   std::span<const AttendItem> items;  // the caller's order: plan->order maps
-  const float* q = nullptr;  // [query rows, q_heads, head_dim]
-  const float* k = nullptr;  // [new keys, kv_heads, head_dim]
-  const float* v = nullptr;  // [new keys, kv_heads, v_head_dim]
-  std::byte* kv_memory = nullptr;  // block addresses are offsets into it; 64-byte aligned
-  float* output = nullptr;   // [query rows, q_heads, v_head_dim]
+  const float* q = nullptr;           // [query rows, q_heads, head_dim]
+  const float* k = nullptr;           // [new keys, kv_heads, head_dim]
+  const float* v = nullptr;           // [new keys, kv_heads, v_head_dim]
+  std::byte* kv_memory = nullptr;     // block addresses are offsets into it; 64-byte aligned
+  float* output = nullptr;            // [query rows, q_heads, v_head_dim]
 };
 
 // Rounds k and v to plan->kv_dtype and writes them to their places in the blocks.
@@ -38,8 +39,8 @@ void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool);
 // Attends all query rows; writes `output` and the asked attention weights. After AppendKeys.
 void Attend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool);
 
-// Rows between a block layout and canonical [keys, kv_heads, dim] order, in the geometry's dtype, without
-// conversion. `canonical` holds K rows, then V rows (AttentionEngine::ReadKv).
+// Rows between a block layout and canonical [keys, kv_heads, dim] order, in the geometry's dtype,
+// without conversion. `canonical` holds K rows, then V rows (AttentionEngine::ReadKv).
 void CopyKvOut(const KvGeometry& geometry, std::span<const int64_t> blocks, int64_t first_key,
                int64_t keys, const std::byte* kv_memory, std::byte* canonical);
 void CopyKvIn(const KvGeometry& geometry, std::span<const int64_t> blocks, int64_t first_key,

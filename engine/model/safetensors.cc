@@ -17,10 +17,9 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "engine/model/strict_json.h"
-#include "engine/util/text.h"
 #include "engine/util/status_macros.h"
+#include "engine/util/text.h"
 
 namespace attend {
 namespace {

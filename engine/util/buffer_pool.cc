@@ -44,11 +44,10 @@ Buffer BufferPool::Get(int64_t bytes) {
   if (data == nullptr) {
     data = static_cast<std::byte*>(operator new(static_cast<size_t>(capacity), kAlignment));
   }
-  return {std::shared_ptr<std::byte>(
-              data, [pool = shared_from_this(), capacity](std::byte* released) {
-                pool->Put(released, capacity);
-              }),
-          bytes};
+  return {
+      std::shared_ptr<std::byte>(data, [pool = shared_from_this(), capacity](
+                                           std::byte* released) { pool->Put(released, capacity); }),
+      bytes};
 }
 
 void BufferPool::Put(std::byte* data, int64_t capacity) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Large byte buffers that are used again: fresh memory costs more in page faults than the copy into it.
-// Thread-safe. Buffers are 64-byte aligned and keep the pool alive.
+// Large byte buffers that are used again: fresh memory costs more in page faults than the copy into
+// it. Thread-safe. Buffers are 64-byte aligned and keep the pool alive.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// CHECK for programmer errors: prints the condition and its place, then aborts. Never for user input.
+// CHECK for programmer errors: prints the condition and its place, then aborts. Never for user
+// input.
 #pragma once
 
 #include <cstdio>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Element types of tensors and their conversions to and from float, one value at a time. Rounding is to
-// nearest even; NaN stays NaN (quiet), infinities stay, float16 overflow becomes infinity. Vectorised row
-// conversions live with the engine that needs them and must give the same bits.
+// Element types of tensors and their conversions to and from float, one value at a time. Rounding
+// is to nearest even; NaN stays NaN (quiet), infinities stay, float16 overflow becomes infinity.
+// Vectorised row conversions live with the engine that needs them and must give the same bits.
 #pragma once
 
 #include <bit>
@@ -18,23 +18,33 @@ enum class DType : uint8_t { kUnspecified = 0, kF32 = 1, kF16 = 2, kBF16 = 3, kI
 constexpr int64_t DTypeBytes(DType dtype) {
   switch (dtype) {
     case DType::kF32:
-    case DType::kI32: return 4;
+    case DType::kI32:
+      return 4;
     case DType::kF16:
-    case DType::kBF16: return 2;
-    case DType::kI8: return 1;
-    case DType::kUnspecified: break;
+    case DType::kBF16:
+      return 2;
+    case DType::kI8:
+      return 1;
+    case DType::kUnspecified:
+      break;
   }
   return 0;
 }
 
 constexpr const char* DTypeName(DType dtype) {
   switch (dtype) {
-    case DType::kF32: return "F32";
-    case DType::kF16: return "F16";
-    case DType::kBF16: return "BF16";
-    case DType::kI32: return "I32";
-    case DType::kI8: return "I8";
-    case DType::kUnspecified: break;
+    case DType::kF32:
+      return "F32";
+    case DType::kF16:
+      return "F16";
+    case DType::kBF16:
+      return "BF16";
+    case DType::kI32:
+      return "I32";
+    case DType::kI8:
+      return "I8";
+    case DType::kUnspecified:
+      break;
   }
   return "unspecified";
 }

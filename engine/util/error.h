@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Errors a user can cause. They are absl::Status values whose payload is a wire-encoded
-// attend.v1.ErrorDetail, so that the server can pass it on without translating; the engine itself knows
-// no protobuf. Field numbers and reasons are those of proto/attend/v1/attend.proto.
+// attend.v1.ErrorDetail, so that the server can pass it on without translating; the engine itself
+// knows no protobuf. Field numbers and reasons are those of proto/attend/v1/attend.proto.
 #pragma once
 
 #include <cstdint>

@@ -11,12 +11,11 @@
 #define ATTEND_CONCAT_INNER(a, b) a##b
 #define ATTEND_CONCAT(a, b) ATTEND_CONCAT_INNER(a, b)
 
-#define RETURN_IF_ERROR(expression)                                  \
-  do {                                                               \
-    if (absl::Status return_if_error_status = (expression);          \
-        !return_if_error_status.ok()) {                              \
-      return return_if_error_status;                                 \
-    }                                                                \
+#define RETURN_IF_ERROR(expression)                                                         \
+  do {                                                                                      \
+    if (absl::Status return_if_error_status = (expression); !return_if_error_status.ok()) { \
+      return return_if_error_status;                                                        \
+    }                                                                                       \
   } while (false)
 
 // ASSIGN_OR_RETURN(auto value, ComputeValue());

@@ -329,15 +329,14 @@ void Call::CountEnd(const Item& item, absl::StatusCode code, bool reached_method
 
 void Call::CountAnswer(const Item& item, absl::StatusCode answered, int label) {
   counted_ = true;
-  observer_.RequestFinished(*method_,
-                            {.code = cancelled_ || lost_ ? CodeOfCancelled() : answered,
-                             .answered = answered,
-                             .label = label,
-                             .reached_method = true,
-                             .received_bytes = item.received_bytes,
-                             .sent_bytes = static_cast<int64_t>(item.message.Length()),
-                             .receive = item.receive,
-                             .total = Since(item.started)});
+  observer_.RequestFinished(*method_, {.code = cancelled_ || lost_ ? CodeOfCancelled() : answered,
+                                       .answered = answered,
+                                       .label = label,
+                                       .reached_method = true,
+                                       .received_bytes = item.received_bytes,
+                                       .sent_bytes = static_cast<int64_t>(item.message.Length()),
+                                       .receive = item.receive,
+                                       .total = Since(item.started)});
 }
 
 absl::StatusCode Call::CodeOfCancelled() const {

@@ -57,8 +57,8 @@ class Call : public std::enable_shared_from_this<Call> {
   // --- Answers. Exactly one for each item given to Method::OnMessage, in any order and from any
   // thread, not before OnMessage was called for it; the order on the wire is that of the items.
   // `code` is what is counted: a stream's item whose error is inside `message` gives that.
-  void Answer(int64_t item, grpc::ByteBuffer message,
-              absl::StatusCode code = absl::StatusCode::kOk, int label = kNoLabel);
+  void Answer(int64_t item, grpc::ByteBuffer message, absl::StatusCode code = absl::StatusCode::kOk,
+              int label = kNoLabel);
   // `error` is not OK. Ends the call with it, on a stream after the answers to earlier items.
   void Answer(int64_t item, const absl::Status& error, int label = kNoLabel);
 

@@ -27,8 +27,9 @@ namespace attend {
 using MethodTable = std::map<std::string, Method*, std::less<>>;
 
 struct DispatcherSettings {
-  std::vector<std::string> listen = {};  // HOST:PORT (port 0: any free one), [IPV6]:PORT or unix:PATH
-  int queue_threads = 2;            // one completion queue each
+  std::vector<std::string> listen =
+      {};                 // HOST:PORT (port 0: any free one), [IPV6]:PORT or unix:PATH
+  int queue_threads = 2;  // one completion queue each
   int64_t max_receive_bytes = 2 * int64_t{83886080};
   // Bounds all memory of messages being received; gRPC resets streams above it.
   int64_t resource_quota_bytes = int64_t{1} << 30;

@@ -8,9 +8,10 @@
 namespace attend {
 namespace {
 
-// gRPC clients drop a response whose metadata exceed 8 KiB (GRPC_ARG_MAX_METADATA_SIZE, counting 32 bytes
-// per entry). The message travels twice: percent-encoded in grpc-message, at most 3 bytes for one, and in
-// the details, base64 with 4 for 3. 3 x 960 + 4/3 x (960 + 4 x 256 + 3 x 500 + 100) is below 7.7 KB.
+// gRPC clients drop a response whose metadata exceed 8 KiB (GRPC_ARG_MAX_METADATA_SIZE, counting 32
+// bytes per entry). The message travels twice: percent-encoded in grpc-message, at most 3 bytes for
+// one, and in the details, base64 with 4 for 3. 3 x 960 + 4/3 x (960 + 4 x 256 + 3 x 500 + 100) is
+// below 7.7 KB.
 constexpr size_t kMessageBytes = 960;
 constexpr size_t kDetailTextBytes = 256;  // each of field, got, wanted, replica
 constexpr int kDetailSequences = 500;     // at most 3 bytes each below 2^21

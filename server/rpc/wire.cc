@@ -71,13 +71,12 @@ class Cursor {
     return false;
   }
 
-  // At most 5 bytes and below 2 GiB; the length must fit before `end`.
+  // At most 5 bytes; the length must fit before `end`, which is below protobuf's 2 GiB.
   bool ReadLength(int64_t end, int64_t* length) {
     *length = 0;
     for (int shift = 0; shift < 35; shift += 7) {
       uint8_t byte = 0;
       if (!ReadByte(end, &byte)) return false;
-      if (shift == 28 && byte >= 8) return false;
       *length |= static_cast<int64_t>(byte & 0x7f) << shift;
       if (byte < 0x80) return *length <= end - offset_;
     }

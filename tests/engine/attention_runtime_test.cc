@@ -25,8 +25,8 @@ class AttentionRuntimeTest : public ::testing::Test {
     options_.batch_tokens = 128;
     auto engine = std::make_unique<MemoryEngine>(kKvBytes + kScratchBytes);
     engine_ = engine.get();
-    runtime_ = std::make_unique<AttentionRuntime>(options_, std::move(engine),
-                                                  [this] { return now_us_; });
+    runtime_ =
+        std::make_unique<AttentionRuntime>(options_, std::move(engine), [this] { return now_us_; });
     Checkpoint checkpoint;
     checkpoint.family = "test";
     for (const char* name : {"0", "1", "2.cross", "3"}) {
@@ -42,7 +42,8 @@ class AttentionRuntimeTest : public ::testing::Test {
     EXPECT_TRUE(runtime_->AddModel("m", checkpoint, {}).ok());
   }
 
-  // A job of sequences with these lengths on one layer; causal layers are 0 and 1, 3 is bidirectional.
+  // A job of sequences with these lengths on one layer; causal layers are 0 and 1, 3 is
+  // bidirectional.
   std::shared_ptr<AttendJob> Job(int layer, std::vector<int64_t> lengths) {
     auto job = std::make_shared<AttendJob>();
     job->model = 0;

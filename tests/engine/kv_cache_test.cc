@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The cache against a plain map: every session of the model is a list of numbers per layer, written into
-// and read back from the blocks the cache names.
+// The cache against a plain map: every session of the model is a list of numbers per layer, written
+// into and read back from the blocks the cache names.
 #include "engine/kv_cache.h"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,8 @@ namespace {
 
 constexpr int64_t kKvBytes = 96 << 10;
 constexpr int64_t kScratchBytes = 256 << 10;
-constexpr int kLayers = 3;  // two with history (one may also have a context), one with a context only
+constexpr int kLayers =
+    3;  // two with history (one may also have a context), one with a context only
 
 std::shared_ptr<const KvLayout> Layout() {
   auto layout = std::make_shared<KvLayout>();
@@ -174,8 +175,7 @@ TEST_F(KvCacheTest, AMillionRandomOperationsEqualAPlainMap) {
     if (choice < 60) {
       const int64_t count = pick(10) == 0 ? pick(150) : pick(4);
       const int64_t position = pick(4) == 0 ? pick(length + 1) : length;
-      ASSERT_NO_FATAL_FAILURE(
-          Append(model, layer, position, count, pick(3) != 0, pick(5) == 0));
+      ASSERT_NO_FATAL_FAILURE(Append(model, layer, position, count, pick(3) != 0, pick(5) == 0));
     } else if (choice < 61) {
       const int64_t cut = pick(model.history.Longest() + 1);
       cache_.Truncate(model.history, cut);

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "engine/model/checkpoint.h"
+#include "engine/util/text.h"
 #include "tests/model/checkpoint_folder.h"
 #include "tests/support/golden.h"
 
@@ -239,9 +240,9 @@ TEST(FamiliesTest, AWrongShapeIsRefusedWithBothShapes) {
   const std::vector<int64_t> shape = checkpoint.tensors.at(name).shape;
   ASSERT_EQ(shape[1], 3 * shape[0]);
   std::swap(checkpoint.tensors.at(name).shape[0], checkpoint.tensors.at(name).shape[1]);
-  const std::string e = std::to_string(shape[0]), e3 = std::to_string(shape[1]);
-  EXPECT_THAT(Error(checkpoint), HasSubstr("'" + name + "': shape [" + e3 + "," + e +
-                                           "], config.json asks for [" + e + "," + e3 + "]"));
+  EXPECT_THAT(Error(checkpoint),
+              HasSubstr("'" + name + "': shape " + ShapeText(checkpoint.tensors.at(name).shape) +
+                        ", config.json asks for " + ShapeText(shape)));
 }
 
 TEST(FamiliesTest, NeededWeightsMustBeFinite) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An engine that only has KV memory: for tests of cache and runtime that need no arithmetic. It records
-// plans, and can fail on command.
+// An engine that only has KV memory: for tests of cache and runtime that need no arithmetic. It
+// records plans, and can fail on command.
 #pragma once
 
 #include <cstring>

@@ -15,6 +15,25 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 double SumError(int64_t terms) { return kDeviations * std::sqrt(double(terms)) * kUnit; }
 
+// A sum of products in double with the error of the same sum in float32.
+struct Sum {
+  double value = 0;
+  double squares = 0;  // of the terms
+  double carried = 0;  // squares of the terms' own errors
+  int64_t terms = 0;
+
+  void Add(double x, double dx, double y, double dy) {
+    const double product = x * y;
+    value += product;
+    squares += product * product;
+    carried += dx * dx * y * y + x * x * dy * dy;
+    ++terms;
+  }
+  double Error() const {
+    return SumError(terms) * (std::fabs(value) + std::sqrt(squares)) + std::sqrt(carried);
+  }
+};
+
 BoundedRows Load(const InputRows& input, int64_t rows, int64_t columns) {
   BoundedRows loaded(rows, columns);
   for (int64_t i = 0; i < rows * columns; ++i)
@@ -30,7 +49,8 @@ void Round(DType dtype, BoundedRows& x) {
     const double rounded = RoundTo(dtype, x.value[i]);
     const double below = RoundTo(dtype, x.value[i] - x.error[i]);
     const double above = RoundTo(dtype, x.value[i] + x.error[i]);
-    x.error[i] = std::isfinite(rounded) ? std::max(rounded - below, above - rounded) : 0;
+    // Twice: a step is the whole of what one element can be off by, not a standard deviation.
+    x.error[i] = std::isfinite(rounded) ? 2 * std::max(rounded - below, above - rounded) : 0;
     x.value[i] = rounded;
   }
 }
@@ -44,17 +64,13 @@ BoundedRows Project(const BoundedRows& x, const WeightView& matrix, const Weight
   }
   for (int64_t r = 0; r < x.rows; ++r) {
     for (int64_t o = 0; o < matrix.rows; ++o) {
-      double sum = bias.present() ? bias.At(o, 0) : 0;
-      double magnitude = std::fabs(sum);
-      double carried = 0;
+      Sum sum;
+      sum.Add(bias.present() ? bias.At(o, 0) : 0, 0, 1, 0);
       for (int64_t i = 0; i < x.columns; ++i) {
-        const double product = x.value[r * x.columns + i] * w[o * x.columns + i];
-        sum += product;
-        magnitude += std::fabs(product);
-        carried += x.error[r * x.columns + i] * std::fabs(w[o * x.columns + i]);
+        sum.Add(x.value[r * x.columns + i], x.error[r * x.columns + i], w[o * x.columns + i], 0);
       }
-      y.value[r * y.columns + o] = sum;
-      y.error[r * y.columns + o] = carried + SumError(x.columns + 1) * magnitude;
+      y.value[r * y.columns + o] = sum.value;
+      y.error[r * y.columns + o] = sum.Error();
     }
   }
   return y;
@@ -77,12 +93,12 @@ void NormHeads(const AttentionSpec& spec, const WeightView& weight, BoundedRows&
     double squares = 0, carried = 0;
     for (int64_t d = 0; d < dim; ++d) {
       squares += value[d] * value[d];
-      carried += std::fabs(value[d]) * error[d];
+      carried += value[d] * value[d] * error[d] * error[d];
     }
     const double mean = squares / double(dim) + double(spec.qk_norm_eps);
     const double factor = 1 / std::sqrt(mean);
     // d(1/sqrt(m)) = -dm / (2 m) / sqrt(m), dm = 2 sum |x| dx / dim.
-    const double factor_error = carried / double(dim) / mean + SumError(dim) + kFunction;
+    const double factor_error = std::sqrt(carried) / double(dim) / mean + SumError(dim) + kFunction;
     for (int64_t d = 0; d < dim; ++d) {
       const double w = weight.present() ? weight.At(d, 0) : 1;
       error[d] =
@@ -111,17 +127,11 @@ void Rotate(const RopeSpec& rope, int64_t head_dim, int64_t first_position, Boun
                                 (kFunction + 2 * kUnit);
         x.value[i] = a * c - b * s;
         x.value[j] = b * c + a * s;
-        x.error[i] = std::fabs(c) * da + std::fabs(s) * db + rounding;
-        x.error[j] = std::fabs(c) * db + std::fabs(s) * da + rounding;
+        x.error[i] = std::hypot(c * da, s * db) + rounding;
+        x.error[j] = std::hypot(c * db, s * da) + rounding;
       }
     }
   }
-}
-
-double Norm(const double* x, int64_t n) {
-  double squares = 0;
-  for (int64_t i = 0; i < n; ++i) squares += x[i] * x[i];
-  return std::sqrt(squares);
 }
 
 // One (head, row): scores, then softmax in place.
@@ -131,25 +141,16 @@ class RowOfScores {
               int64_t row)
       : spec_(spec), sequence_(sequence), head_(head), row_(row) {}
 
-  // q.k with the norms of q's and k's errors: |dq.k + q.dk| <= |dq| |k| + |q| |dk| (Cauchy,
-  // Schwarz).
-  void AddKey(const BoundedRows& q, const BoundedRows& k, int64_t key, double key_norm,
-              double key_error_norm) {
-    const int64_t dim = spec_.head_dim;
-    const double* a = &q.value[row_ * q.columns + head_ * dim];
-    const double* b = &k.value[key * k.columns + head_ / spec_.group_size() * dim];
-    const double* da = &q.error[row_ * q.columns + head_ * dim];
-    double dot = 0, magnitude = 0;
-    for (int64_t d = 0; d < dim; ++d) {
-      dot += a[d] * b[d];
-      magnitude += std::fabs(a[d] * b[d]);
+  void AddKey(const BoundedRows& q, const BoundedRows& k, int64_t key) {
+    const int64_t from_q = row_ * q.columns + head_ * spec_.head_dim;
+    const int64_t from_k = key * k.columns + head_ / spec_.group_size() * spec_.head_dim;
+    Sum dot;
+    for (int64_t d = 0; d < spec_.head_dim; ++d) {
+      dot.Add(q.value[from_q + d], q.error[from_q + d], k.value[from_k + d], k.error[from_k + d]);
     }
-    const double scale = std::fabs(spec_.scale);
-    double score = spec_.scale * dot;
     // 4 u |s|: scale, and a change of the base of exp.
-    double error = scale * (SumError(dim) * magnitude + Norm(da, dim) * key_norm +
-                            Norm(a, dim) * key_error_norm) +
-                   4 * kUnit * scale * magnitude;
+    double score = spec_.scale * dot.value;
+    double error = std::fabs(spec_.scale) * dot.Error() + 4 * kUnit * std::fabs(score);
     if (spec_.softcap > 0) {
       const double cap = spec_.softcap;
       score = cap * std::tanh(score / cap);
@@ -172,8 +173,8 @@ class RowOfScores {
     error_.push_back(error);
   }
 
-  // Probabilities p and their relative errors. With p = exp(s - m) / sum: dp/p <= ds + sum(p ds) +
-  // what exp, the sum and the rescaling of partial sums add.
+  // Probabilities p and their relative errors. With p = exp(s - m) / sum: dp/p <= ds + |sum(p ds)|
+  // + what exp, the sum and the rescaling of partial sums add.
   void Softmax() {
     double maximum = -kInfinity;
     for (double score : score_) {
@@ -191,11 +192,11 @@ class RowOfScores {
     double carried = 0;
     for (size_t i = 0; i < score_.size(); ++i) {
       score_[i] /= sum;
-      carried += score_[i] * error_[i];
+      carried += score_[i] * error_[i] * score_[i] * error_[i];
     }
     const int64_t count = int64_t(score_.size()) + 1;
     const double rounding = kFunction * (1 + std::sqrt(double(count) / 16)) + SumError(count);
-    for (double& error : error_) error += carried + rounding;
+    for (double& error : error_) error += std::sqrt(carried) + rounding;
   }
 
   const std::vector<int64_t>& keys() const { return keys_; }
@@ -219,14 +220,8 @@ class RowOfScores {
 
 BoundedRows Attend(const AttentionSpec& spec, const ReferenceSequence& sequence,
                    const BoundedRows& q, ReferenceResult& result) {
-  const int64_t dim = spec.head_dim, v_dim = spec.v_head_dim;
-  const BoundedRows& k = result.keys;
+  const int64_t v_dim = spec.v_head_dim;
   const BoundedRows& v = result.values;
-  std::vector<double> key_norm(k.rows * spec.kv_heads), key_error(k.rows * spec.kv_heads);
-  for (int64_t i = 0; i < k.rows * spec.kv_heads; ++i) {
-    key_norm[i] = Norm(&k.value[i * dim], dim);
-    key_error[i] = Norm(&k.error[i * dim], dim);
-  }
   BoundedRows heads(sequence.rows, spec.q_heads * v_dim);
   if (sequence.weights) {
     result.weights = BoundedRows(spec.q_heads * sequence.rows, sequence.keys);
@@ -237,26 +232,24 @@ BoundedRows Attend(const AttentionSpec& spec, const ReferenceSequence& sequence,
       RowOfScores scores(spec, sequence, head, row);
       for (int64_t key = 0; key < sequence.keys; ++key) {
         if (!ReferenceVisible(spec, sequence.causal, sequence.first_row + row, key)) continue;
-        const int64_t i = key * spec.kv_heads + kv_head;
-        scores.AddKey(q, k, key, key_norm[i], key_error[i]);
+        scores.AddKey(q, result.keys, key);
       }
       scores.Softmax();
-      const double sum_error = SumError(int64_t(scores.keys().size()) + 1);
+      for (int64_t d = 0; d < v_dim; ++d) {
+        Sum sum;
+        for (size_t i = 0; i < scores.keys().size(); ++i) {
+          const int64_t from = scores.keys()[i] * v.columns + kv_head * v_dim + d;
+          const double p = scores.p()[i];
+          sum.Add(p, p * scores.relative_error()[i], v.value[from], v.error[from]);
+        }
+        heads.value[row * heads.columns + head * v_dim + d] = sum.value;
+        heads.error[row * heads.columns + head * v_dim + d] = sum.Error();
+      }
+      if (!sequence.weights) continue;
       for (size_t i = 0; i < scores.keys().size(); ++i) {
-        const double p = scores.p()[i];
-        const double dp = p * scores.relative_error()[i];
-        const int64_t key = scores.keys()[i];
-        if (sequence.weights) {
-          const int64_t cell = (head * sequence.rows + row) * sequence.keys + key;
-          result.weights.value[cell] = p;
-          result.weights.error[cell] = std::min(dp, 1.0);
-        }
-        for (int64_t d = 0; d < v_dim; ++d) {
-          const int64_t from = key * v.columns + kv_head * v_dim + d;
-          const int64_t to = row * heads.columns + head * v_dim + d;
-          heads.value[to] += p * v.value[from];
-          heads.error[to] += (dp + p * sum_error) * std::fabs(v.value[from]) + p * v.error[from];
-        }
+        const int64_t cell = (head * sequence.rows + row) * sequence.keys + scores.keys()[i];
+        result.weights.value[cell] = scores.p()[i];
+        result.weights.error[cell] = std::min(scores.p()[i] * scores.relative_error()[i], 1.0);
       }
     }
   }

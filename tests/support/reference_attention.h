@@ -4,13 +4,15 @@
 // without blocks, tiles or online softmax. Next to every value it carries how far a correct float32
 // engine may be from it. Tests compare engines with it; it knows no engine.
 //
-// Error model. Every bound is first order and is computed, never tuned:
-//   u = 2^-24 is the unit roundoff of float32. A sum of n products is off by at most
-//   kDeviations * sqrt(n) * u * sum |x y| (roundings are independent and of zero mean: Higham and
-//   Mary, "A new approach to probabilistic rounding error analysis", 2019), plus what its operands
-//   were off by. A rounding to a 16-bit type is done here too, on the same operand; the engine's
-//   differs only where the operand's own error can carry it over a rounding boundary, and by that
-//   step.
+// Error model. Bounds are computed, never tuned per test. u = 2^-24 is the unit roundoff of
+// float32.
+//   Roundings are taken as independent and of zero mean (Higham and Mary, "A new approach to
+//   probabilistic rounding error analysis", 2019), so errors add in quadrature. The partial sums of
+//   n terms t with sum S stay near |S| + R, R = sqrt(sum t^2), in any order that does not depend on
+//   the values, so a sum is off by at most kDeviations * sqrt(n) * u * (|S| + R), plus what its
+//   terms were off by. A rounding to a 16-bit type is done here too, on the same operand; the
+//   engine's differs only where the operand's own error can carry it over a rounding boundary, and
+//   by that step.
 #pragma once
 
 #include <cstdint>

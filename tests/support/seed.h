@@ -12,7 +12,8 @@ namespace attend {
 
 inline uint64_t TestSeed() {
   const char* given = std::getenv("ATTEND_TEST_SEED");
-  const uint64_t seed = given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device()();
+  const uint64_t seed =
+      given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device()();
   std::printf("seed: ATTEND_TEST_SEED=%llu\n", static_cast<unsigned long long>(seed));
   return seed;
 }
