@@ -41,6 +41,14 @@ if [ "$(id -u)" -ne 0 ]; then
 fi
 echo "install-dependencies: installing ${missing[*]}"
 export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq
-apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+{
+  apt-get update -qq &&
+    apt-get install -y -qq --no-install-recommends -o Dpkg::Use-Pty=0 "${missing[@]}"
+} >"$log" 2>&1 || {
+  tail -n 20 "$log" >&2
+  echo "install-dependencies: apt-get failed" >&2
+  exit 1
+}
 echo "install-dependencies: done"

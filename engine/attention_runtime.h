@@ -104,6 +104,7 @@ struct BatchOutcome {
   int64_t started_us = 0;
   StageTimes stages;
   bool engine_failed = false;
+  int64_t launched_late = 0;  // jobs whose deadline passed between the check and the launch
   enum class State : uint8_t {
     kUntouched,  // did not fit into this batch
     kContinues,  // some of it ran; give it again

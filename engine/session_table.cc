@@ -37,11 +37,12 @@ const char* ReasonText(Reason reason) {
   }
 }
 
+// The message does not repeat the id: messages are logged, and an id gives access to its session.
 absl::Status Gone(const std::string& id, Reason reason) {
   return MakeError(
       absl::StatusCode::kNotFound,
       {.reason = reason, .field = "session_id", .got = id, .wanted = "an open session"},
-      "session_id: session " + id + " is " + ReasonText(reason));
+      std::string("session_id: the session is ") + ReasonText(reason));
 }
 
 }  // namespace

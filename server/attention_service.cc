@@ -22,6 +22,9 @@ constexpr int64_t kBuffersKeptBytes = int64_t{256} << 20;
 // A call slower than this is logged although it succeeded.
 constexpr int64_t kSlowUs = 1000000;
 
+// "QUEUE_FULL", as in the contract.
+std::string ReasonName(Reason reason) { return v1::Reason_Name(static_cast<v1::Reason>(reason)); }
+
 absl::Status Unavailable(Reason reason, const char* message) {
   return MakeError(absl::StatusCode::kUnavailable, {.reason = reason, .retry_after_ms = 1000},
                    message);
@@ -245,7 +248,7 @@ class AttendMethod : public Method {
                           {"compute_us", job == nullptr ? int64_t{0} : job->compute_us},
                           {"total_us", total_us},
                           {"code", absl::StatusCodeToString(status.code())},
-                          {"reason", static_cast<int>(ReasonOf(status))},
+                          {"reason", ReasonName(ReasonOf(status))},
                           {"message", std::string(status.message())}});
   }
 
@@ -285,7 +288,7 @@ class SmallMethod : public Method {
                            {{"method", name()},
                             {"trace", call->traceparent()},
                             {"code", absl::StatusCodeToString(answer.status().code())},
-                            {"reason", static_cast<int>(reason)},
+                            {"reason", ReasonName(reason)},
                             {"message", std::string(answer.status().message())}});
       call->Answer(item, answer.status(), model);
     };

@@ -2,7 +2,7 @@
 //
 // attend-server: options, signals, exit codes. 0 = stopped as asked, 1 = failed or stopped twice, 2
 // = wrong flag, checkpoint or port.
-#include <grpcpp/grpcpp.h>
+#include <google/protobuf/stubs/logging.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -27,6 +27,9 @@ sigset_t StopSignals() {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // Libraries must not add lines of their own to the log, some of which clients can provoke.
+  setenv("GRPC_VERBOSITY", "NONE", 0);
+  google::protobuf::SetLogHandler(nullptr);
   const attend::Machine machine = attend::ReadMachine();
   absl::StatusOr<attend::Options> options = attend::ParseOptions(
       argc, argv, [](const char* name) -> const char* { return std::getenv(name); }, machine);

@@ -14,6 +14,7 @@
 #include "grpc/reflection/v1/reflection.pb.h"
 #include "grpc/reflection/v1alpha/reflection.pb.h"
 #include "server/rpc/call.h"
+#include "engine/util/text.h"
 #include "server/rpc/status.h"
 #include "server/rpc/wire.h"
 

@@ -92,14 +92,6 @@ absl::Status Server::LoadCheckpoints() {
     checkpoints_.emplace_back(model.name, *std::move(checkpoint));
   }
   memory_ = PlanMemory(options_, checkpoints_);
-  logger_.Write(LogLevel::kInfo, "memory",
-                {{"weights", Mebibytes(memory_.weights)},
-                 {"kv", Mebibytes(memory_.kv)},
-                 {"scratch", Mebibytes(memory_.scratch)},
-                 {"queue", Mebibytes(memory_.queue)},
-                 {"staging", Mebibytes(memory_.staging)},
-                 {"total", Mebibytes(memory_.Total())},
-                 {"allowed", Mebibytes(machine_.memory_bytes)}});
   if (memory_.Total() <= machine_.memory_bytes) return absl::OkStatus();
   return absl::InvalidArgumentError(
       "--kv_bytes=" + std::to_string(options_.limits.kv_bytes) + ": weights " +
@@ -129,6 +121,14 @@ absl::Status Server::Start() {
   runtime.batch_tokens = options_.limits.batch_tokens;
   runtime.chunk_us = options_.chunk_us;
   ASSIGN_OR_RETURN(std::unique_ptr<AttentionEngine> engine, MakeEngine(runtime.engine));
+  logger_.Write(LogLevel::kInfo, "memory",
+                {{"weights", Mebibytes(memory_.weights)},
+                 {"kv", Mebibytes(memory_.kv)},
+                 {"scratch", Mebibytes(memory_.scratch)},
+                 {"queue", Mebibytes(memory_.queue)},
+                 {"staging", Mebibytes(memory_.staging)},
+                 {"total", Mebibytes(memory_.Total())},
+                 {"allowed", Mebibytes(machine_.memory_bytes)}});
   runtime_ = std::make_unique<AttentionRuntime>(runtime, std::move(engine), NowUs);
 
   MetricsConfig config;
@@ -207,8 +207,7 @@ absl::Status Server::OpenPorts() {
   const std::string metrics =
       options_.metrics_listen.substr(0, options_.metrics_listen.rfind(':') + 1) +
       std::to_string(http_->port());
-  logger_.Write(LogLevel::kInfo, "listening",
-                {{"grpc", joined}, {"http", metrics}});
+  logger_.Write(LogLevel::kInfo, "listening", {{"grpc", joined}, {"http", metrics}});
   return absl::OkStatus();
 }
 
@@ -225,10 +224,10 @@ absl::Status Server::PackModels() {
     const LoadedModel& model = runtime_->models().back();
     int64_t block_bytes = 0;
     for (const LoadedLayer& layer : model.layers) {
-      if (layer.spec.causal || layer.spec.mask_selectable) block_bytes += layer.geometry.BlockBytes();
+      if (layer.spec.causal || layer.spec.mask_selectable)
+        block_bytes += layer.geometry.BlockBytes();
     }
-    kv_capacity_tokens_.push_back(
-        block_bytes == 0 ? 0 : memory_.kv / block_bytes * kBlockTokens);
+    kv_capacity_tokens_.push_back(block_bytes == 0 ? 0 : memory_.kv / block_bytes * kBlockTokens);
     logger_.Write(LogLevel::kInfo, "loaded",
                   {{"model", name},
                    {"family", model.family},
@@ -261,6 +260,7 @@ void Server::Observe(const BatchOutcome& outcome) {
   if (outcome.sequences > 0) {
     metrics_->BatchRan(outcome.tokens, outcome.tokens, outcome.sequences);
   }
+  for (int64_t i = 0; i < outcome.launched_late; ++i) metrics_->LaunchedAfterDeadline();
   if (outcome.engine_failed) {
     logger_.Write(LogLevel::kError, "engine_failed",
                   {{"message", "the engine failed; this process takes no more work"}});
@@ -294,7 +294,8 @@ GaugeSnapshot Server::Gauges() const {
   gauges.sessions_active = runtime.sessions_active;
   gauges.sessions_idle = runtime.sessions_open - runtime.sessions_active;
   if (const int64_t progress_ns = runtime_->progress_ns(); progress_ns > 0) {
-    const double ago = static_cast<double>(NowUs()) * 1e-6 - static_cast<double>(progress_ns) * 1e-9;
+    const double ago =
+        static_cast<double>(NowUs()) * 1e-6 - static_cast<double>(progress_ns) * 1e-9;
     const double now =
         std::chrono::duration<double>(system_clock::now().time_since_epoch()).count();
     gauges.engine_progress_seconds = now - std::max(0.0, ago);
@@ -313,17 +314,18 @@ bool Server::WaitForStop(int64_t wait_ms) {
   return stop_changed_.wait_for(lock, milliseconds(wait_ms), [this] { return stop_; });
 }
 
-// A stream that reached its age answers what it has accepted; its client opens a new one, perhaps elsewhere.
+// A stream that reached its age answers what it has accepted; its client opens a new one, perhaps
+// elsewhere.
 void Server::EndOldStreams() {
   const auto oldest = steady_clock::now() - std::chrono::seconds(options_.stream_age_seconds);
   for (const std::shared_ptr<Call>& stream : dispatcher_->Streams()) {
     if (stream->method().name() != "AttendStream" || stream->received() > oldest) continue;
-    stream->EndStream(MakeError(absl::StatusCode::kUnavailable,
-                                {.reason = Reason::kDraining,
-                                 .field = "stream_age",
-                                 .got = "an older stream",
-                                 .wanted = "streams of at most " +
-                                           std::to_string(options_.stream_age_seconds) + " s"}));
+    stream->EndStream(MakeError(
+        absl::StatusCode::kUnavailable,
+        {.reason = Reason::kDraining,
+         .field = "stream_age",
+         .got = "an older stream",
+         .wanted = "streams of at most " + std::to_string(options_.stream_age_seconds) + " s"}));
   }
 }
 
@@ -363,8 +365,7 @@ void Server::Drain() {
   }
   const int64_t lost = batcher_->Stats().runtime.sessions_open;
   const absl::Status reason =
-      MakeError(absl::StatusCode::kUnavailable, {.reason = Reason::kDraining},
-                "the server stops");
+      MakeError(absl::StatusCode::kUnavailable, {.reason = Reason::kDraining}, "the server stops");
   dispatcher_->Shutdown(system_clock::now() + kLastAnswers);
   batcher_->Stop(reason);
   dispatcher_->Stop();

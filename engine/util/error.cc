@@ -5,6 +5,7 @@
 
 #include "absl/strings/cord.h"
 #include "absl/types/optional.h"
+#include "engine/util/text.h"
 
 namespace attend {
 namespace {
@@ -25,11 +26,16 @@ void AppendInteger(int field, int64_t value, std::string& out) {
   AppendVarint(static_cast<uint64_t>(value), out);
 }
 
-void AppendString(int field, std::string_view value, std::string& out) {
+void AppendBytes(int field, std::string_view value, std::string& out) {
   if (value.empty()) return;
   AppendVarint(static_cast<uint64_t>(field) << 3 | 2, out);
   AppendVarint(value.size(), out);
   out.append(value);
+}
+
+// Parsers refuse a string that is not UTF-8 and all that follows it.
+void AppendString(int field, std::string_view value, std::string& out) {
+  AppendBytes(field, CleanText(value, value.size()), out);
 }
 
 std::string Encode(const ErrorDetail& detail) {
@@ -40,7 +46,7 @@ std::string Encode(const ErrorDetail& detail) {
   AppendString(4, detail.wanted, out);
   std::string packed;
   for (int32_t index : detail.sequences) AppendVarint(static_cast<uint64_t>(index), packed);
-  AppendString(5, packed, out);
+  AppendBytes(5, packed, out);
   AppendInteger(6, detail.cached, out);
   AppendInteger(7, detail.retry_after_ms, out);
   AppendString(8, detail.replica, out);

@@ -9,6 +9,8 @@
 #include <ctime>
 #include <utility>
 
+#include "engine/util/text.h"
+
 namespace attend {
 namespace {
 
@@ -36,25 +38,6 @@ std::string WallTime() {
   char text[48];
   std::snprintf(text, sizeof(text), "%s.%03dZ", date, static_cast<int>(milliseconds % 1000));
   return text;
-}
-
-// Bytes of the UTF-8 character that `text` begins with; 0 when it begins with none.
-size_t Utf8Length(std::string_view text) {
-  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned char first = byte(0);
-  if (first < 0x80) return 1;
-  const size_t length = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
-  if (first < 0xc2 || first > 0xf4 || text.size() < length) return 0;
-  for (size_t i = 1; i < length; ++i) {
-    if ((byte(i) & 0xc0) != 0x80) return 0;
-  }
-  // Overlong forms, surrogates and values above U+10FFFF.
-  const unsigned char second = byte(1);
-  if ((first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
-      (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f)) {
-    return 0;
-  }
-  return length;
 }
 
 // A JSON string, also used as the quoted form of text lines.

@@ -27,8 +27,4 @@ grpc::Status ToGrpcStatus(const absl::Status& status);
 // ErrorDetail.retry_after_ms; 0 when there is none.
 int64_t RetryAfterMs(const absl::Status& status);
 
-// `text` without what is not UTF-8 (each such byte becomes '?'), cut at a character within `limit`
-// bytes.
-std::string CleanText(std::string_view text, size_t limit);
-
 }  // namespace attend

@@ -102,6 +102,24 @@ TEST_P(AttentionKernelTest, BitsDependNeitherOnTheBatchNorOnPiecesNorOnWorkers) 
   }
 }
 
+TEST_P(AttentionKernelTest, TilesOfEverySizeThatIsSplitOverSegmentsKeepTheirBits) {
+  struct Tile {
+    int64_t rows;
+    int group;
+  };
+  for (const Tile tile : {Tile{1, 1}, {16, 1}, {17, 1}, {24, 1}, {31, 1}, {32, 1}, {33, 1},
+                          {4, 8}, {2, 12}, {3, 7}}) {
+    const AttentionSpec spec = MakeSpec(tile.group, 1, 40, 24);
+    std::vector<Sequence> alone = {MakeSequence(spec, tile.rows, 5003)};
+    std::vector<Sequence> split = alone;
+    Run(spec, DType::kF32, alone, 1);
+    Run(spec, DType::kF32, split, 8);
+    ASSERT_TRUE(SameFloats(alone[0].output, split[0].output))
+        << tile.rows << " rows of " << tile.group << " heads";
+    ExpectMatchesReference(spec, DType::kF32, split[0]);
+  }
+}
+
 TEST_P(AttentionKernelTest, BitsDoNotDependOnTheRoomOfAShortBlock) {
   const AttentionSpec spec = MakeSpec(6, 2, 20, 36);
   for (DType dtype : kDTypes) {

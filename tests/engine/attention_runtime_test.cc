@@ -25,8 +25,8 @@ class AttentionRuntimeTest : public ::testing::Test {
     options_.batch_tokens = 128;
     auto engine = std::make_unique<MemoryEngine>(kKvBytes + kScratchBytes);
     engine_ = engine.get();
-    runtime_ =
-        std::make_unique<AttentionRuntime>(options_, std::move(engine), [this] { return now_us_; });
+    runtime_ = std::make_unique<AttentionRuntime>(options_, std::move(engine),
+                                                  [this] { return now_us_ += step_us_; });
     Checkpoint checkpoint;
     checkpoint.family = "test";
     for (const char* name : {"0", "1", "2.cross", "3"}) {
@@ -103,6 +103,7 @@ class AttentionRuntimeTest : public ::testing::Test {
 
   static constexpr int kWidth = 4;
   int64_t now_us_ = 0;
+  int64_t step_us_ = 0;  // time that passes between two looks at the clock
   RuntimeOptions options_;
   MemoryEngine* engine_ = nullptr;
   std::unique_ptr<AttentionRuntime> runtime_;
@@ -213,6 +214,16 @@ TEST_F(AttentionRuntimeTest, CancelDeadlineAndFaultBeforeTheBatchEndsRollBack) {
   EXPECT_EQ(RunOne(*SessionJob(0, id, 3, 1)).code(), absl::StatusCode::kInternal);
   EXPECT_EQ(Length(id), 3);
   EXPECT_EQ(runtime_->Stats().kv_used_bytes, used);
+}
+
+TEST_F(AttentionRuntimeTest, ADeadlineThatPassesBetweenCheckAndLaunchIsCounted) {
+  auto job = Job(0, {1});
+  AttendJob* jobs[] = {job.get()};
+  step_us_ = 10;
+  job->deadline_us = 15;  // the check looks at 10, the launch at 20
+  const BatchOutcome outcome = runtime_->RunBatch(jobs);
+  EXPECT_EQ(outcome.launched_late, 1);
+  EXPECT_EQ(outcome.jobs[0].status.code(), absl::StatusCode::kDeadlineExceeded);
 }
 
 TEST_F(AttentionRuntimeTest, ACacheThatIsFullSaysSoAndServesOthers) {

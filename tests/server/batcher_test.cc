@@ -70,7 +70,8 @@ class BatcherTest : public ::testing::Test {
   // Submits and gives the outcome to come.
   std::future<absl::Status> Submit(std::shared_ptr<AttendJob> job) {
     auto promise = std::make_shared<std::promise<absl::Status>>();
-    batcher_->Submit(std::move(job), [promise](absl::Status status) { promise->set_value(status); });
+    batcher_->Submit(std::move(job),
+                     [promise](absl::Status status) { promise->set_value(status); });
     return promise->get_future();
   }
 

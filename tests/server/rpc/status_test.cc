@@ -8,6 +8,7 @@
 #include <string>
 
 #include "engine/util/error.h"
+#include "engine/util/text.h"
 
 namespace attend {
 namespace {
