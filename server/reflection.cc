@@ -10,11 +10,11 @@
 
 #include "absl/status/statusor.h"
 #include "attend/v1/attend.pb.h"
+#include "engine/util/text.h"
 #include "grpc/health/v1/health.pb.h"
 #include "grpc/reflection/v1/reflection.pb.h"
 #include "grpc/reflection/v1alpha/reflection.pb.h"
 #include "server/rpc/call.h"
-#include "engine/util/text.h"
 #include "server/rpc/status.h"
 #include "server/rpc/wire.h"
 

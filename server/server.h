@@ -55,6 +55,9 @@ class Server {
   // Serves until RequestStop, then drains. Called by one thread after Start.
   void Run();
 
+  // True until the first call can be served: a stop needs no drain. Any thread.
+  bool loading() const { return state_.starting.load(); }
+
   // Starts the drain; any thread. Not from a signal handler.
   void RequestStop();
 

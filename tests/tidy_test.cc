@@ -14,6 +14,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attend/v1/attend.pb.h"
@@ -203,16 +204,35 @@ TEST(TidyTest, NoFileHoldsAnUnfinishedNoteOrTheNameOfAPackageHost) {
 
 // ---- The build ----
 
-// Every word of the CMakeLists.txt files that is the path of a file, from the root; `pattern`
-// limits it to the commands that match.
-std::set<std::string> FilesNamedInCMake(const std::regex& pattern) {
+// `text` with the body of each foreach(VARIABLE WORDS...) once for each word.
+std::string Unrolled(const std::string& text) {
+  const std::regex loop("foreach\\((\\w+) ([^)]*)\\)([^]*?)endforeach\\(\\)");
+  std::string unrolled;
+  auto rest = text.begin();
+  for (auto found = std::sregex_iterator(text.begin(), text.end(), loop);
+       found != std::sregex_iterator(); ++found) {
+    const std::smatch& match = *found;
+    unrolled.append(rest, match[0].first);
+    std::istringstream words(match[2]);
+    const std::regex variable("\\$\\{" + match[1].str() + "\\}");
+    for (std::string word; words >> word;) {
+      unrolled += std::regex_replace(match[3].str(), variable, word);
+    }
+    rest = match[0].second;
+  }
+  return unrolled.append(rest, text.end());
+}
+
+// The files that the commands of a CMakeLists.txt name, by their path from the root; `command`
+// matches a whole command.
+std::set<std::string> FilesNamedInCMake(const std::regex& command) {
   std::set<std::string> named;
   for (const std::string& path : Files()) {
     if (fs::path(path).filename() != "CMakeLists.txt") continue;
-    const std::string text = Read(kRoot / path);
-    for (auto command = std::sregex_iterator(text.begin(), text.end(), pattern);
-         command != std::sregex_iterator(); ++command) {
-      std::istringstream words(std::regex_replace(command->str(), std::regex("[()]"), " "));
+    const std::string text = Unrolled(Read(kRoot / path));
+    for (auto match = std::sregex_iterator(text.begin(), text.end(), command);
+         match != std::sregex_iterator(); ++match) {
+      std::istringstream words(std::regex_replace(match->str(), std::regex("[()]"), " "));
       for (std::string word; words >> word;) {
         named.insert((fs::path(path).parent_path() / word).lexically_normal().generic_string());
       }
@@ -247,9 +267,14 @@ TEST(TidyTest, SourcesAreFormatted) {
   std::string output;
   char buffer[4096];
   while (fgets(buffer, sizeof buffer, pipe) != nullptr) output += buffer;
-  EXPECT_EQ(pclose(pipe), 0)
-      << "run clang-format -i (deploy/install-dependencies.sh installs it):\n"
-      << output.substr(0, 4000);
+  std::string complaints;  // the first of each file: "path:line:column: error: ..."
+  std::set<std::string> seen;
+  for (const std::string& line : Lines(output)) {
+    const bool of_a_file = line.find(": error: ") != std::string::npos;
+    if (of_a_file && seen.insert(line.substr(0, line.find(':'))).second) complaints += line + "\n";
+  }
+  EXPECT_EQ(pclose(pipe), 0) << "run clang-format -i (deploy/install-dependencies.sh installs it)\n"
+                             << (complaints.empty() ? output : complaints);
 }
 
 // ---- The README's tables ----

@@ -120,13 +120,15 @@ void Call::OnOperation(void* tag, bool ok) {
 }
 
 void Call::OnHeaders() {
+  queue_->running_calls.fetch_add(1);
   received_ = Clock::now();
   deadline_ = SteadyDeadline(context_.raw_deadline(), received_);
   method_ = &dispatcher_.MethodFor(path());
   dispatcher_.PostCall(queue_);
 
   if (!method_->streaming()) observer_.RequestStarted(*method_);
-  absl::Status admitted = method_->Admit(*this);
+  absl::Status admitted =
+      dispatcher_.shut_down() ? dispatcher_.ShutdownStatus() : method_->Admit(*this);
   if (admitted.ok() && method_->streaming()) {
     observer_.StreamOpened(*method_);
     if (!queue_->AddStream(shared_from_this())) {
@@ -296,6 +298,7 @@ void Call::OnWrite(bool ok) {
 }
 
 void Call::OnDone() {
+  queue_->running_calls.fetch_sub(1);
   bool notify = false;
   {
     const std::lock_guard lock(mutex_);

@@ -66,6 +66,8 @@ class CallQueue {
   }
 
   std::atomic<int64_t> live_calls{0};
+  // From a call's headers until gRPC is done with it; who else keeps it does not matter.
+  std::atomic<int64_t> running_calls{0};
 
  private:
   const std::unique_ptr<grpc::ServerCompletionQueue> queue_;

@@ -6,7 +6,9 @@
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
+#include <algorithm>
 #include <limits>
+#include <thread>
 #include <utility>
 
 #include "engine/util/error.h"
@@ -29,6 +31,10 @@ constexpr int kKeepaliveTimeoutMs = 20'000;
 // behind balancers that drop quiet connections.
 constexpr int kMinPingIntervalMs = 10'000;
 constexpr int kHandshakeTimeoutMs = 10'000;
+
+// A shutdown looks this often whether the calls are over, then gives connections time to see it.
+constexpr std::chrono::milliseconds kLookEvery{5};
+constexpr std::chrono::milliseconds kIdleConnections{100};
 
 class UnknownMethod : public Method {
  public:
@@ -154,10 +160,20 @@ std::vector<std::shared_ptr<Call>> Dispatcher::Streams() const {
 }
 
 void Dispatcher::Shutdown(std::chrono::system_clock::time_point deadline) {
-  if (std::exchange(shut_down_, true)) return;
+  if (shut_down_.exchange(true)) return;
   for (const std::shared_ptr<CallQueue>& queue : queues_) queue->RefuseStreams();
   for (const std::shared_ptr<Call>& stream : Streams()) stream->EndStream(ShutdownStatus());
-  if (server_ != nullptr) server_->Shutdown(deadline);
+  if (server_ == nullptr) return;
+  // gRPC waits for idle connections too, and a client that makes no call may never look at its own:
+  // only calls are worth the time until `deadline`.
+  using std::chrono::system_clock;
+  const auto running = [](const std::shared_ptr<CallQueue>& queue) {
+    return queue->running_calls.load() > 0;
+  };
+  while (std::ranges::any_of(queues_, running) && system_clock::now() < deadline) {
+    std::this_thread::sleep_for(kLookEvery);
+  }
+  server_->Shutdown(std::min(deadline, system_clock::now() + kIdleConnections));
 }
 
 void Dispatcher::Stop() {

@@ -7,6 +7,7 @@
 
 #include <grpcpp/server.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -64,8 +65,8 @@ class Dispatcher {
   std::vector<std::shared_ptr<Call>> Streams() const;
 
   // Ends all streams with UNAVAILABLE, takes no new calls, waits until the running ones are
-  // answered, and cancels those that are not at `deadline`. Not on a queue thread. The owner then
-  // stops whatever still answers calls, then calls Stop.
+  // answered, and cancels those that are not at `deadline`. Idle connections don't hold it. Not on
+  // a queue thread. The owner then stops whatever still answers calls, then calls Stop.
   void Shutdown(std::chrono::system_clock::time_point deadline);
   // Ends the queues and joins their threads; answers given later are only counted. Both are
   // idempotent, and called from one thread.
@@ -87,6 +88,7 @@ class Dispatcher {
   Method& MethodFor(std::string_view path);
   void PostCall(const std::shared_ptr<CallQueue>& queue);
   static absl::Status ShutdownStatus();
+  bool shut_down() const { return shut_down_.load(); }
 
   const MethodTable methods_;
   CallObserver& observer_;
@@ -99,7 +101,7 @@ class Dispatcher {
   std::vector<std::thread> threads_;
   std::vector<std::string> addresses_;
   int port_ = 0;
-  bool shut_down_ = false;
+  std::atomic<bool> shut_down_{false};
   bool stopped_ = false;
 };
 

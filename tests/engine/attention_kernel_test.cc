@@ -107,8 +107,16 @@ TEST_P(AttentionKernelTest, TilesOfEverySizeThatIsSplitOverSegmentsKeepTheirBits
     int64_t rows;
     int group;
   };
-  for (const Tile tile : {Tile{1, 1}, {16, 1}, {17, 1}, {24, 1}, {31, 1}, {32, 1}, {33, 1},
-                          {4, 8}, {2, 12}, {3, 7}}) {
+  for (const Tile tile : {Tile{1, 1},
+                          {16, 1},
+                          {17, 1},
+                          {24, 1},
+                          {31, 1},
+                          {32, 1},
+                          {33, 1},
+                          {4, 8},
+                          {2, 12},
+                          {3, 7}}) {
     const AttentionSpec spec = MakeSpec(tile.group, 1, 40, 24);
     std::vector<Sequence> alone = {MakeSequence(spec, tile.rows, 5003)};
     std::vector<Sequence> split = alone;

@@ -2,7 +2,6 @@
 //
 // Many clients at once: their requests share batches, and every answer has the bits it has alone.
 #include <gtest/gtest.h>
-
 #include <signal.h>
 
 #include <atomic>
@@ -62,8 +61,8 @@ struct Record {
   std::string output;          // bytes
 };
 
-// One client: stateless requests on every kind of layer, and one session that it appends to, rewinds,
-// truncates, forks, looks ahead from and gives up calls on.
+// One client: stateless requests on every kind of layer, and one session that it appends to,
+// rewinds, truncates, forks, looks ahead from and gives up calls on.
 class RandomClient {
  public:
   RandomClient(const std::string& address, uint64_t seed) : wire_(address), random_(seed) {}
@@ -99,14 +98,22 @@ class RandomClient {
 
   void Step() {
     switch (Pick(0, 7)) {
-      case 0: return Stateless();
-      case 1: return Append(cached(), false, false);
-      case 2: return Append(Pick(0, cached()), true, false);
-      case 3: return Append(Pick(0, cached()), true, true);
-      case 4: return Append(cached(), false, true);
-      case 5: return GiveUp();
-      case 6: return Cut();
-      default: return Fork();
+      case 0:
+        return Stateless();
+      case 1:
+        return Append(cached(), false, false);
+      case 2:
+        return Append(Pick(0, cached()), true, false);
+      case 3:
+        return Append(Pick(0, cached()), true, true);
+      case 4:
+        return Append(cached(), false, true);
+      case 5:
+        return GiveUp();
+      case 6:
+        return Cut();
+      default:
+        return Fork();
     }
   }
 
@@ -116,9 +123,10 @@ class RandomClient {
       const char* layer;
       int64_t width;
     };
-    static constexpr Kind kKinds[] = {
-        {"llama_gqa4", "0", 64}, {"llama_gqa4", "1", 64}, {"bert_decoder", "0.self", 32},
-        {"bert_decoder", "1.cross", 32}};
+    static constexpr Kind kKinds[] = {{"llama_gqa4", "0", 64},
+                                      {"llama_gqa4", "1", 64},
+                                      {"bert_decoder", "0.self", 32},
+                                      {"bert_decoder", "1.cross", 32}};
     const Kind& kind = kKinds[Pick(0, 3)];
     const int64_t count = Pick(1, 4);
     v1::AttendRequest request;
@@ -145,8 +153,8 @@ class RandomClient {
 
   v1::AttendRequest Rows(int64_t position, bool rewind, bool no_append) {
     const int64_t rows = Pick(0, 3) == 0 ? Pick(1, 150) : Pick(1, 5);
-    v1::AttendRequest request = SessionRequest("llama_gqa4", "0", kWidth,
-                                               RandomValues(random_, rows * kWidth), session_, position);
+    v1::AttendRequest request = SessionRequest(
+        "llama_gqa4", "0", kWidth, RandomValues(random_, rows * kWidth), session_, position);
     request.mutable_sequences(0)->set_rewind(rewind);
     request.mutable_sequences(0)->set_no_append(no_append);
     return request;
@@ -175,7 +183,8 @@ class RandomClient {
     if (Expect(reply, "append")) Keep(request, reply.value);
   }
 
-  // A call given up at any moment was applied whole or not at all; the same one with `rewind` repairs it.
+  // A call given up at any moment was applied whole or not at all; the same one with `rewind`
+  // repairs it.
   void GiveUp() {
     v1::AttendRequest request = Rows(cached(), false, false);
     {
@@ -192,7 +201,8 @@ class RandomClient {
         context.TryCancel();
         queue.Next(&tag, &ok);
       }
-      if (!status.ok() && status.error_code() != grpc::CANCELLED) Expect(EndOf(status, context), "give up");
+      if (!status.ok() && status.error_code() != grpc::CANCELLED)
+        Expect(EndOf(status, context), "give up");
     }
     const auto found = wire_.Get(session_);
     if (!Expect(found, "get")) return;
@@ -218,8 +228,8 @@ class RandomClient {
     if (!Expect(fork, "fork")) return;
     std::string other = fork.value.id();
     if (Pick(0, 1) == 0) std::swap(other, session_);
-    const v1::AttendRequest writes = SessionRequest("llama_gqa4", "0", kWidth,
-                                                    RandomValues(random_, 3 * kWidth), other, cached());
+    const v1::AttendRequest writes = SessionRequest(
+        "llama_gqa4", "0", kWidth, RandomValues(random_, 3 * kWidth), other, cached());
     const auto wrote = wire_.Attend(writes);
     if (Expect(wrote, "other")) records_.push_back({writes, history_, wrote.value.output().data()});
     Expect(wire_.Close(other), "close other");
@@ -265,7 +275,8 @@ void RunRound(const ServerProcess& server, uint64_t seed) {
       ASSERT_EQ(record.output.size(), record.request.hidden_states().data().size());
       ASSERT_TRUE(OutputAlone(wire, record) == record.output)
           << "other bits alone: " << record.request.model() << " " << record.request.layer() << ", "
-          << record.request.sequences(0).length() << " rows after " << record.history.size() / kWidth;
+          << record.request.sequences(0).length() << " rows after "
+          << record.history.size() / kWidth;
       ++compared;
     }
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Every checkpoint of tests/golden behind one server: its cases packed, padded, call by call in
-// sessions, with contexts and with attention weights, against the outputs of the libraries they come
-// from.
+// sessions, with contexts and with attention weights, against the outputs of the libraries they
+// come from.
 #include <limits>
 
 #include "tests/integration/server_process.h"
@@ -18,7 +18,8 @@ constexpr double kProbabilityTolerance = 1e-5;
 // Rows [begin, end) of sequence `index` of a padded [sequences, longest, width] tensor.
 std::vector<float> RowsOf(const GoldenTensor& tensor, size_t index, int64_t begin, int64_t end) {
   const int64_t longest = tensor.shape[1], width = tensor.shape[2];
-  const auto first = tensor.values.begin() + (static_cast<int64_t>(index) * longest + begin) * width;
+  const auto first =
+      tensor.values.begin() + (static_cast<int64_t>(index) * longest + begin) * width;
   return {first, first + (end - begin) * width};
 }
 
@@ -78,7 +79,8 @@ class GoldenServingTest : public testing::TestWithParam<std::string> {
     request.set_layer(golden.layer);
     request.set_mask(MaskOf(golden));
     SetRows(golden.hidden_states, golden.lengths, form, request.mutable_hidden_states());
-    if (cross) SetRows(golden.context, golden.context_lengths, context_form, request.mutable_context());
+    if (cross)
+      SetRows(golden.context, golden.context_lengths, context_form, request.mutable_context());
     for (size_t i = 0; listed && i < golden.lengths.size(); ++i) {
       v1::Sequence& sequence = *request.add_sequences();
       sequence.set_length(golden.lengths[i]);
@@ -95,7 +97,8 @@ class GoldenServingTest : public testing::TestWithParam<std::string> {
     if (!weights) return;
     ASSERT_EQ(response->weights_size(), static_cast<int>(golden.lengths.size()));
     for (int i = 0; i < response->weights_size(); ++i) {
-      CheckWeights(golden, i, client::TakeFromWire(response->mutable_weights(i)->mutable_weights()));
+      CheckWeights(golden, i,
+                   client::TakeFromWire(response->mutable_weights(i)->mutable_weights()));
     }
   }
 
@@ -130,8 +133,8 @@ class GoldenServingTest : public testing::TestWithParam<std::string> {
     for (int64_t head = 0; head < heads; ++head) {
       for (int64_t row = 0; row < rows; ++row) {
         const float* first =
-            &golden.attention_weights.values[static_cast<size_t>(
-                ((index * heads + head) * shape[2] + row) * shape[3])];
+            &golden.attention_weights
+                 .values[static_cast<size_t>(((index * heads + head) * shape[2] + row) * shape[3])];
         expected.insert(expected.end(), first, first + keys);
       }
     }
@@ -158,9 +161,8 @@ class GoldenServingTest : public testing::TestWithParam<std::string> {
                                 RowsOf(golden.output, 0, row, row + chunk),
                                 golden.float32_tolerance));
       row += chunk;
-      EXPECT_EQ(answer->positions, std::vector<int64_t>{golden.role == "cross"
-                                                            ? golden.context_lengths[0]
-                                                            : row});
+      EXPECT_EQ(answer->positions,
+                std::vector<int64_t>{golden.role == "cross" ? golden.context_lengths[0] : row});
     }
   }
 

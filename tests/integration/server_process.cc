@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <gtest/gtest.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/socket.h>
@@ -42,7 +43,8 @@ bool Eventually(const std::function<bool()>& condition, std::chrono::millisecond
 }
 
 std::string GoldenModelFlag(const std::string& variant, const std::string& name) {
-  return "--model=" + (name.empty() ? variant : name) + "=" + ATTEND_SOURCE_DIR "/tests/golden/" + variant;
+  return "--model=" + (name.empty() ? variant : name) + "=" + ATTEND_SOURCE_DIR "/tests/golden/" +
+         variant;
 }
 
 ServerProcess::ServerProcess(const std::vector<std::string>& flags) {
@@ -79,6 +81,9 @@ ServerProcess::~ServerProcess() {
   }
   reader_.join();
   close(log_fd_);
+  for (const char* report : {"ThreadSanitizer", "AddressSanitizer", "runtime error:"}) {
+    if (log_.find(report) != std::string::npos) ADD_FAILURE() << log_;
+  }
 }
 
 void ServerProcess::ReadLog() {
@@ -178,7 +183,8 @@ MetricValues ServerProcess::Metrics() const {
 
 double Total(const MetricValues& metrics, const std::string& name) {
   double total = 0;
-  for (auto it = metrics.lower_bound(name); it != metrics.end() && it->first.starts_with(name); ++it) {
+  for (auto it = metrics.lower_bound(name); it != metrics.end() && it->first.starts_with(name);
+       ++it) {
     if (it->first.size() == name.size() || it->first[name.size()] == '{') total += it->second;
   }
   return total;
@@ -192,11 +198,11 @@ std::string WhatIsLeft(const ServerProcess& server) {
     const auto zero = [&](const std::string& name, double value) {
       if (value != 0) left += name + " " + std::to_string(value) + "; ";
     };
-    zero("in flight", Total(metrics, "attend_requests_started_total") -
-                          Total(metrics, "attend_requests_total"));
-    for (const char* name : {"attend_queue_requests", "attend_queue_tokens",
-                             "attend_running_requests", "attend_streams", "attend_sessions",
-                             "attend_kv_utilization_ratio"}) {
+    zero("in flight",
+         Total(metrics, "attend_requests_started_total") - Total(metrics, "attend_requests_total"));
+    for (const char* name :
+         {"attend_queue_requests", "attend_queue_tokens", "attend_running_requests",
+          "attend_streams", "attend_sessions", "attend_kv_utilization_ratio"}) {
       zero(name, Total(metrics, name));
     }
     return left.empty();

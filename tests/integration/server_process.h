@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The built binary attend-server as a child process: flags, log, ports, signals, exit code, memory and
-// its HTTP pages. Used by every integration test; knows nothing of the wire contract.
+// The built binary attend-server as a child process: flags, log, ports, signals, exit code, memory
+// and its HTTP pages. Used by every integration test; knows nothing of the wire contract.
 #pragma once
 
 #include <sys/types.h>
@@ -26,7 +26,8 @@ inline constexpr bool kSanitizer = false;
 inline constexpr std::chrono::seconds kPatience{kSanitizer ? 60 : 20};
 
 // Looks at `condition` until it holds; false after `limit`.
-bool Eventually(const std::function<bool()>& condition, std::chrono::milliseconds limit = kPatience);
+bool Eventually(const std::function<bool()>& condition,
+                std::chrono::milliseconds limit = kPatience);
 
 // "--model=NAME=DIRECTORY" of a checkpoint of tests/golden; NAME is `name`, else the folder's.
 std::string GoldenModelFlag(const std::string& variant, const std::string& name = {});
@@ -39,7 +40,7 @@ class ServerProcess {
   // Starts with `flags`, which win over small defaults: free ports on loopback, 16 MiB of cache,
   // messages of 4 MiB, a queue of 16 MiB, two threads.
   explicit ServerProcess(const std::vector<std::string>& flags);
-  ~ServerProcess();  // kills it if it still runs
+  ~ServerProcess();  // kills it if it still runs; a sanitizer's report in its log fails the test
   ServerProcess(const ServerProcess&) = delete;
   ServerProcess& operator=(const ServerProcess&) = delete;
 

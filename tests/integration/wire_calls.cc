@@ -161,7 +161,8 @@ v1::AttendRequest RowsRequest(const std::string& model, const std::string& layer
   v1::AttendRequest request;
   request.set_model(model);
   request.set_layer(layer);
-  SetTensor(rows, {static_cast<int64_t>(rows.size()) / width, width}, request.mutable_hidden_states());
+  SetTensor(rows, {static_cast<int64_t>(rows.size()) / width, width},
+            request.mutable_hidden_states());
   return request;
 }
 

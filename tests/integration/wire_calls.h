@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls of the wire contract as an independent client makes them: generated stubs, no retries, every
-// answer with its error's details and its trailers. Used by the integration tests that ask for errors.
+// Calls of the wire contract as an independent client makes them: generated stubs, no retries,
+// every answer with its error's details and its trailers. Used by the integration tests that ask
+// for errors.
 #pragma once
 
 #include <grpcpp/generic/generic_stub.h>
