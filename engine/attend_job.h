@@ -50,7 +50,7 @@ struct SequenceJob {
   int64_t weight_keys = 0;
 
   // The runtime's progress.
-  enum class Phase : uint8_t { kWaiting, kAppending, kAttending, kDone };
+  enum class Phase : uint8_t { kWaiting, kRunning, kDone };
   Phase phase = Phase::kWaiting;
   int64_t keys_done = 0;
   int64_t rows_done = 0;
@@ -95,7 +95,7 @@ struct AttendJob {
   int64_t output_us = 0;
   int64_t batch_tokens = 0;  // of its last batch
   int64_t batch_sequences = 0;
-  bool started = false;  // reservations are held, or were
+  bool started = false;  // checked against its sessions, and what it changes is reserved
 
   int64_t tokens() const {
     int64_t total = 0;

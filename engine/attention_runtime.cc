@@ -18,6 +18,8 @@ namespace {
 constexpr int64_t kBuffersKeptBytes = int64_t{256} << 20;
 // Chunks are whole blocks of rows; the first one, before anything was timed, has this many.
 constexpr int64_t kFirstChunkRows = 512;
+// From the last look at the deadlines to the launch; longer means that dead work was launched.
+constexpr int64_t kLaunchUs = 1000;
 
 absl::Status Cancelled() {
   return MakeError(absl::StatusCode::kCancelled, {.reason = Reason::kCancelled},
@@ -42,6 +44,7 @@ struct AttentionRuntime::Batch {
   int64_t budget = 0;                       // tokens still free
   int64_t tokens = 0;
   double flops = 0;
+  int32_t group = 0;  // index of the job being added
 };
 
 AttentionRuntime::AttentionRuntime(const RuntimeOptions& options,
@@ -120,12 +123,13 @@ bool AttentionRuntime::AddChunk(AttendJob& job, size_t index, const Resolved& re
             KvCache::Outcome::kOk) {
       return false;
     }
-    sequence.phase = SequenceJob::Phase::kAppending;
+    sequence.phase = SequenceJob::Phase::kRunning;
   }
   const int64_t total_keys = sequence.cached_before + sequence.keys;
 
   // What is left, as one item.
   AttendItem item;
+  item.group = batch.group;
   item.rows = sequence.rows - sequence.rows_done;
   item.new_keys = sequence.keys - sequence.keys_done;
   item.cached_keys = sequence.cached_before + sequence.keys_done;
@@ -135,7 +139,10 @@ bool AttentionRuntime::AddChunk(AttendJob& job, size_t index, const Resolved& re
     sequence.phase = SequenceJob::Phase::kDone;
     return true;
   }
-  const int64_t cost = self ? std::max(item.rows, item.new_keys) : item.rows + item.new_keys;
+  const auto cost_of = [self](const AttendItem& part) {
+    return self ? std::max(part.rows, part.new_keys) : part.rows + part.new_keys;
+  };
+  const int64_t cost = cost_of(item);
   if (cost > batch.budget) {
     if (cost <= options_.batch_tokens && !batch.items.empty()) return false;
     const int64_t limit = batch.budget / kBlockTokens * kBlockTokens;
@@ -183,7 +190,7 @@ bool AttentionRuntime::AddChunk(AttendJob& job, size_t index, const Resolved& re
   if (sequence.rows_done == sequence.rows && sequence.keys_done == sequence.keys) {
     sequence.phase = SequenceJob::Phase::kDone;
   }
-  const int64_t tokens = self ? std::max(item.rows, item.new_keys) : item.rows + item.new_keys;
+  const int64_t tokens = cost_of(item);
   batch.budget = std::max<int64_t>(0, batch.budget - tokens);
   batch.tokens += tokens;
   batch.flops += ItemFlops(spec, item);
@@ -248,6 +255,52 @@ absl::Status AttentionRuntime::Finish(AttendJob& job, const Resolved& resolved) 
   return absl::OkStatus();
 }
 
+absl::Status AttentionRuntime::WhyDead(const AttendJob& job) const {
+  if (failed_) return EngineFault("the engine has failed");
+  if (job.cancelled.load()) return Cancelled();
+  return now_us_() > job.deadline_us ? DeadlinePassed() : absl::OkStatus();
+}
+
+// Adds what fits of the job to the batch. kEnded with OK: all of it is in.
+BatchOutcome::Job AttentionRuntime::AddJob(AttendJob& job, const Resolved& resolved, Batch& batch) {
+  BatchOutcome::Job result;
+  if (!job.started) {
+    const int64_t tokens = job.tokens();
+    if (!batch.items.empty() && tokens > batch.budget && tokens <= options_.batch_tokens) {
+      return result;
+    }
+    if (absl::Status status = Begin(job, resolved); !status.ok()) {
+      return {BatchOutcome::State::kEnded, std::move(status), 0};
+    }
+  }
+  const int64_t tokens_before = batch.tokens;
+  bool complete = true;
+  for (size_t s = 0; s < job.sequences.size() && complete; ++s) {
+    if (job.sequences[s].phase == SequenceJob::Phase::kDone) continue;
+    complete =
+        AddChunk(job, s, resolved, batch) && job.sequences[s].phase == SequenceJob::Phase::kDone;
+  }
+  result.tokens = batch.tokens - tokens_before;
+  if (complete) {
+    result.state = BatchOutcome::State::kEnded;
+  } else if (result.tokens > 0) {
+    result.state = BatchOutcome::State::kContinues;
+  }
+  return result;
+}
+
+// Stateless sequences that are through give their scratch back at once: then every job holds
+// scratch for at most one sequence between batches, all that this sequence needs, and can always go
+// on. A job that waits for scratch therefore waits for jobs that will end.
+void AttentionRuntime::ReleaseFinished(AttendJob& job) {
+  for (SequenceJob& sequence : job.sequences) {
+    if (sequence.phase == SequenceJob::Phase::kDone &&
+        sequence.reservation.kind == KvReservation::Kind::kScratch) {
+      cache_.Commit(sequence.reservation);
+    }
+  }
+}
+
 BatchOutcome AttentionRuntime::RunBatch(std::span<AttendJob* const> jobs) {
   BatchOutcome outcome;
   outcome.jobs.resize(jobs.size());
@@ -257,63 +310,49 @@ BatchOutcome AttentionRuntime::RunBatch(std::span<AttendJob* const> jobs) {
   std::vector<Resolved> resolved(jobs.size());
   const Resolved* first = nullptr;
   std::vector<size_t> members;
+  const auto end = [&](size_t i, absl::Status status) {
+    Abandon(*jobs[i]);
+    outcome.jobs[i] = {BatchOutcome::State::kEnded, std::move(status), 0};
+  };
 
   for (size_t i = 0; i < jobs.size(); ++i) {
-    AttendJob& job = *jobs[i];
-    BatchOutcome::Job& result = outcome.jobs[i];
-    const auto end = [&](absl::Status status) {
-      Abandon(job);
-      result = {BatchOutcome::State::kEnded, std::move(status), 0};
-    };
-    if (failed_) {
-      end(EngineFault("the engine has failed"));
+    if (absl::Status dead = WhyDead(*jobs[i]); !dead.ok()) {
+      end(i, std::move(dead));
       continue;
     }
-    if (job.cancelled.load() || outcome.started_us > job.deadline_us) {
-      end(job.cancelled.load() ? Cancelled() : DeadlinePassed());
-      continue;
-    }
-    absl::StatusOr<Resolved> found = Resolve(job);
+    absl::StatusOr<Resolved> found = Resolve(*jobs[i]);
     if (!found.ok()) {
-      end(found.status());
+      end(i, found.status());
       continue;
     }
     resolved[i] = *std::move(found);
     if (first != nullptr && !first->SameBatch(resolved[i])) continue;
-    if (!job.started) {
-      const int64_t tokens = job.tokens();
-      if (!batch.items.empty() && tokens > batch.budget && tokens <= options_.batch_tokens)
-        continue;
-      bool wait_for_scratch = false;
-      if (absl::Status status = Begin(job, resolved[i], &wait_for_scratch); !status.ok()) {
-        end(std::move(status));
-        continue;
-      }
-      if (wait_for_scratch) continue;
+    batch.group = static_cast<int32_t>(i);
+    outcome.jobs[i] = AddJob(*jobs[i], resolved[i], batch);
+    if (!outcome.jobs[i].status.ok()) {
+      end(i, outcome.jobs[i].status);
+    } else if (outcome.jobs[i].state != BatchOutcome::State::kUntouched) {
+      if (first == nullptr) first = &resolved[i];
+      members.push_back(i);
     }
-    const int64_t tokens_before = batch.tokens;
-    bool complete = true;
-    for (size_t s = 0; s < job.sequences.size() && complete; ++s) {
-      if (job.sequences[s].phase == SequenceJob::Phase::kDone) continue;
-      complete = AddChunk(job, s, resolved[i], batch) &&
-                 job.sequences[s].phase == SequenceJob::Phase::kDone;
-    }
-    result.tokens = batch.tokens - tokens_before;
-    result.state = complete            ? BatchOutcome::State::kEnded
-                   : result.tokens > 0 ? BatchOutcome::State::kContinues
-                                       : BatchOutcome::State::kUntouched;
-    if (result.state == BatchOutcome::State::kUntouched) continue;
-    if (first == nullptr) first = &resolved[i];
-    members.push_back(i);
   }
+  // Dead work is never launched: preparing the batch may have taken a job's last milliseconds.
+  std::erase_if(members, [&](size_t i) {
+    absl::Status dead = WhyDead(*jobs[i]);
+    if (dead.ok()) return false;
+    std::erase_if(batch.items,
+                  [&](const AttendItem& item) { return item.group == static_cast<int32_t>(i); });
+    batch.tokens -= outcome.jobs[i].tokens;
+    end(i, std::move(dead));
+    return true;
+  });
 
-  const int64_t launch_us = now_us_();
-  for (size_t i : members) outcome.launched_late += launch_us > jobs[i]->deadline_us;
   outcome.tokens = batch.tokens;
   outcome.sequences = static_cast<int64_t>(batch.items.size());
+  const int64_t launch_us = now_us_();
+  for (size_t i : members) outcome.launched_late += launch_us - kLaunchUs > jobs[i]->deadline_us;
   const absl::Status ran = batch.items.empty() ? absl::OkStatus() : Run(batch, *first, outcome);
-  const int64_t now = now_us_();
-  outcome.compute_us = now - outcome.started_us;
+  outcome.compute_us = now_us_() - outcome.started_us;
   for (size_t i : members) {
     AttendJob& job = *jobs[i];
     if (job.first_batch_us == 0) job.first_batch_us = outcome.started_us;
@@ -324,10 +363,11 @@ BatchOutcome AttentionRuntime::RunBatch(std::span<AttendJob* const> jobs) {
     job.batch_tokens = outcome.tokens;
     job.batch_sequences = outcome.sequences;
     if (!ran.ok()) {
-      Abandon(job);
-      outcome.jobs[i] = {BatchOutcome::State::kEnded, ran, 0};
+      end(i, ran);
     } else if (outcome.jobs[i].state == BatchOutcome::State::kEnded) {
       outcome.jobs[i].status = Finish(job, resolved[i]);
+    } else {
+      ReleaseFinished(job);
     }
   }
   return outcome;

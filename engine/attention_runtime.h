@@ -104,7 +104,7 @@ struct BatchOutcome {
   int64_t started_us = 0;
   StageTimes stages;
   bool engine_failed = false;
-  int64_t launched_late = 0;  // jobs whose deadline passed between the check and the launch
+  int64_t launched_late = 0;  // jobs launched although their deadline had passed: must stay 0
   enum class State : uint8_t {
     kUntouched,  // did not fit into this batch
     kContinues,  // some of it ran; give it again
@@ -135,12 +135,10 @@ class AttentionRuntime {
 
   // Session calls. REQUIRES: no batch holds a part of the session's work (Fork, Truncate, Close).
   absl::StatusOr<SessionState> OpenSession(const OpenSessionArguments& arguments);
-  absl::StatusOr<SessionState> GetSession(const std::string& id, int64_t arrival_us);
-  absl::StatusOr<SessionState> ForkSession(const std::string& id, std::optional<int64_t> length,
-                                           int64_t arrival_us);
-  absl::StatusOr<SessionState> TruncateSession(const std::string& id, int64_t length,
-                                               int64_t arrival_us);
-  absl::Status CloseSession(const std::string& id, int64_t arrival_us);
+  absl::StatusOr<SessionState> GetSession(const std::string& id);
+  absl::StatusOr<SessionState> ForkSession(const std::string& id, std::optional<int64_t> length);
+  absl::StatusOr<SessionState> TruncateSession(const std::string& id, int64_t length);
+  absl::Status CloseSession(const std::string& id);
 
   // Runs one batch: the first job sets layer and spec, the others join where they fit. Jobs that
   // have ended have committed (OK) or rolled back (anything else).
@@ -151,7 +149,7 @@ class AttentionRuntime {
   // Says which sessions have a queued or running call: they neither expire nor count as idle.
   // Called on the runtime's thread.
   void SetPinned(std::function<bool(const std::string& session_id)> pinned);
-  // Ends sessions idle beyond their ttl.
+  // Ends sessions idle beyond their ttl. Nothing else does: until it is called they are served.
   void ExpireSessions();
   RuntimeStats Stats() const;
   int64_t open_sessions() const { return static_cast<int64_t>(table_.open().size()); }
@@ -173,16 +171,18 @@ class AttentionRuntime {
   absl::StatusOr<Resolved> Resolve(AttendJob& job);
   absl::Status CheckSequence(const AttendJob& job, const Resolved& resolved, size_t index);
   absl::Status ResolveRawSession(const AttendJob& job, Resolved& resolved);
-  absl::Status Begin(AttendJob& job, const Resolved& resolved, bool* wait_for_scratch);
+  absl::Status Begin(AttendJob& job, const Resolved& resolved);
   absl::Status PrepareAnswer(AttendJob& job, const Resolved& resolved);
-  absl::Status ReserveSequence(AttendJob& job, const Resolved& resolved, size_t index,
-                               bool* wait_for_scratch);
+  absl::Status ReserveSequence(AttendJob& job, const Resolved& resolved, size_t index);
+  BatchOutcome::Job AddJob(AttendJob& job, const Resolved& resolved, Batch& batch);
   bool AddChunk(AttendJob& job, size_t index, const Resolved& resolved, Batch& batch);
   void AddBias(const AttendJob& job, size_t index, AttendItem& item);
   void AddWeights(const AttendJob& job, size_t index, AttendItem& item);
   int64_t ChunkRows(const AttentionSpec& spec, const AttendItem& whole) const;
   absl::Status Run(const Batch& batch, const Resolved& resolved, BatchOutcome& outcome);
   static absl::Status EngineFault(const std::string& what);
+  absl::Status WhyDead(const AttendJob& job) const;
+  void ReleaseFinished(AttendJob& job);
   absl::Status Finish(AttendJob& job, const Resolved& resolved);
   SessionState StateOf(const Session& session) const;
   std::string LayerName(const Session& session, size_t index) const;

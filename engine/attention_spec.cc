@@ -79,6 +79,9 @@ absl::Status Validate(const AttentionSpec& spec) {
   RETURN_IF_ERROR(ValidateRope(spec));
   RETURN_IF_ERROR(Finite("scale", spec.scale, true));
   RETURN_IF_ERROR(Finite("softcap", spec.softcap, false));
+  if (spec.softcap > 0 && spec.softcap < kMinSoftcap) {
+    return InvalidField("softcap", absl::StrCat(spec.softcap), "0 (off) or at least 1e-30");
+  }
   RETURN_IF_ERROR(Finite("clip_qkv", spec.clip_qkv, false));
   RETURN_IF_ERROR(Finite("qk_norm_eps", spec.qk_norm_eps, false));
   RETURN_IF_ERROR(OnePerHead("alibi_slopes", spec.alibi_slopes, spec.q_heads));

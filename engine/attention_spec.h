@@ -20,6 +20,8 @@
 namespace attend {
 
 inline constexpr int kMaxHeadDim = 256;
+// A smaller softcap's reciprocal is not a finite float.
+inline constexpr float kMinSoftcap = 1e-30f;
 
 enum class Mask : uint8_t { kFromModel = 0, kCausal = 1, kBidirectional = 2 };
 

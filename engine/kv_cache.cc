@@ -76,17 +76,21 @@ void KvCache::Trim(KvHistory& history) {
   }
 }
 
-KvCache::Outcome KvCache::AllocateScratch(int64_t block_bytes, int64_t count,
-                                          std::vector<int64_t>& out) {
+bool KvCache::AllocateScratch(int64_t block_bytes, int64_t count, std::vector<int64_t>& out) {
   const size_t before = out.size();
-  if (!scratch_.Allocate(block_bytes, count, out)) return Outcome::kScratchExhausted;
+  if (!scratch_.Allocate(block_bytes, count, out)) return false;
   for (size_t i = before; i < out.size(); ++i) {
     scratch_touched_bytes_ = std::max(scratch_touched_bytes_, out[i] + block_bytes - scratch_base_);
   }
-  return Outcome::kOk;
+  return true;
 }
 
-void KvCache::ReleaseScratch(int64_t address) {
+bool KvCache::AllocateTemporary(int64_t block_bytes, int64_t count, std::vector<int64_t>& out) {
+  return AllocateScratch(block_bytes, count, out) || arena_.Allocate(block_bytes, count, out);
+}
+
+void KvCache::ReleaseTemporary(int64_t address) {
+  if (address < scratch_base_) return arena_.Release(address);
   scratch_.Release(address);
   // The next batch uses scratch again: give back only what a large request needed.
   if (scratch_.used_bytes() == 0 && scratch_touched_bytes_ > kScratchKeptBytes) {
@@ -122,10 +126,10 @@ KvCache::Outcome KvCache::ReserveAppend(KvHistory& history, int layer, int64_t p
     return Outcome::kKvExhausted;
   }
   std::vector<int64_t> undo;
-  if (AllocateScratch(place.geometry.BlockBytes(), static_cast<int64_t>(overwritten.size()),
-                      undo) != Outcome::kOk) {
+  if (!AllocateTemporary(place.geometry.BlockBytes(), static_cast<int64_t>(overwritten.size()),
+                         undo)) {
     for (int64_t block : fresh) arena_.Release(block);
-    return Outcome::kScratchExhausted;
+    return Outcome::kKvExhausted;
   }
 
   std::vector<BlockCopy> copies;
@@ -169,9 +173,8 @@ KvCache::Outcome KvCache::ReserveLookAhead(KvHistory& history, int layer, int64_
   made.layer = layer;
   made.position = position;
   made.new_keys = new_keys;
-  if (const Outcome outcome = AllocateScratch(place.geometry.BlockBytes(), count, made.own_blocks);
-      outcome != Outcome::kOk) {
-    return outcome;
+  if (!AllocateTemporary(place.geometry.BlockBytes(), count, made.own_blocks)) {
+    return Outcome::kKvExhausted;
   }
   if (count > 0 && position % kBlockTokens != 0) {
     const BlockCopy copy{history.blocks[static_cast<size_t>(first_block)] + place.offset_bytes,
@@ -205,10 +208,9 @@ KvCache::Outcome KvCache::ReserveScratch(const KvGeometry& geometry, int64_t key
   made.kind = KvReservation::Kind::kScratch;
   made.new_keys = keys;
   made.block_tokens = ScratchBlockTokens(keys);
-  if (const Outcome outcome = AllocateScratch(ScratchBlockBytes(geometry, made.block_tokens),
-                                              BlockCount(keys), made.own_blocks);
-      outcome != Outcome::kOk) {
-    return outcome;
+  if (!AllocateScratch(ScratchBlockBytes(geometry, made.block_tokens), BlockCount(keys),
+                       made.own_blocks)) {
+    return Outcome::kScratchExhausted;
   }
   reservation = std::move(made);
   return Outcome::kOk;
@@ -229,7 +231,7 @@ void KvCache::Commit(KvReservation& reservation) {
       const auto layer = static_cast<size_t>(reservation.layer);
       history.length[layer] = reservation.position + reservation.new_keys;
       history.reserved[layer] = 0;
-      for (const KvReservation::Saved& saved : reservation.saved) ReleaseScratch(saved.address);
+      for (const KvReservation::Saved& saved : reservation.saved) ReleaseTemporary(saved.address);
       Trim(history);
       break;
     }
@@ -243,7 +245,7 @@ void KvCache::Commit(KvReservation& reservation) {
     }
     case KvReservation::Kind::kLookAhead:
     case KvReservation::Kind::kScratch:
-      for (int64_t block : reservation.own_blocks) ReleaseScratch(block);
+      for (int64_t block : reservation.own_blocks) ReleaseTemporary(block);
       break;
   }
   reservation = {};
@@ -261,7 +263,7 @@ void KvCache::RollBack(KvReservation& reservation) {
         copies.push_back({saved.address, to, place.geometry.BlockBytes()});
       }
       if (!copies.empty()) CHECK(engine_.CopyBlocks(copies).ok());
-      for (const KvReservation::Saved& saved : reservation.saved) ReleaseScratch(saved.address);
+      for (const KvReservation::Saved& saved : reservation.saved) ReleaseTemporary(saved.address);
       history.reserved[static_cast<size_t>(reservation.layer)] = 0;
       Trim(history);
       reservation = {};

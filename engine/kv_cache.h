@@ -127,8 +127,11 @@ class KvCache {
 
  private:
   void Trim(KvHistory& history);
-  Outcome AllocateScratch(int64_t block_bytes, int64_t count, std::vector<int64_t>& out);
-  void ReleaseScratch(int64_t address);
+  bool AllocateScratch(int64_t block_bytes, int64_t count, std::vector<int64_t>& out);
+  // For undo copies and look-ahead: scratch, or the arena when scratch is full, so that a step of
+  // many sessions never depends on what stateless work holds.
+  bool AllocateTemporary(int64_t block_bytes, int64_t count, std::vector<int64_t>& out);
+  void ReleaseTemporary(int64_t address);  // from either
 
   AttentionEngine& engine_;
   BlockAllocator arena_;

@@ -41,7 +41,7 @@ absl::StatusOr<AttentionRuntime::Resolved> AttentionRuntime::Resolve(AttendJob& 
   for (size_t i = 0; i < job.sequences.size(); ++i) {
     const SequenceJob& sequence = job.sequences[i];
     if (sequence.session_id.empty()) continue;
-    absl::StatusOr<Session*> session = table_.Find(sequence.session_id, job.arrival_us);
+    absl::StatusOr<Session*> session = table_.Find(sequence.session_id);
     if (!session.ok()) {
       Collect(i, session.status(), error, offending);
       continue;
@@ -70,6 +70,7 @@ absl::StatusOr<AttentionRuntime::Resolved> AttentionRuntime::Resolve(AttendJob& 
               error, offending);
       continue;
     }
+    (*session)->last_used_us = now_us_();
     resolved.sessions[i] = *session;
     resolved.places[i] = static_cast<int>(place - layers.begin());
   }
@@ -175,7 +176,7 @@ absl::Status AttentionRuntime::PrepareAnswer(AttendJob& job, const Resolved& res
 }
 
 absl::Status AttentionRuntime::ReserveSequence(AttendJob& job, const Resolved& resolved,
-                                               size_t index, bool* wait_for_scratch) {
+                                               size_t index) {
   SequenceJob& sequence = job.sequences[index];
   Session* session = resolved.sessions[index];
   if (session == nullptr) return absl::OkStatus();  // scratch is taken when its first chunk runs
@@ -199,10 +200,6 @@ absl::Status AttentionRuntime::ReserveSequence(AttendJob& job, const Resolved& r
     outcome = reserve();
   }
   if (outcome == KvCache::Outcome::kOk) return absl::OkStatus();
-  if (outcome == KvCache::Outcome::kScratchExhausted && cache_.scratch_used_bytes() > 0) {
-    *wait_for_scratch = true;
-    return absl::OkStatus();
-  }
   return MakeError(absl::StatusCode::kResourceExhausted,
                    {.reason = Reason::kKvExhausted,
                     .field = "sequences[" + std::to_string(index) + "]",
@@ -215,8 +212,7 @@ absl::Status AttentionRuntime::ReserveSequence(AttendJob& job, const Resolved& r
                     .retry_after_ms = 1000});
 }
 
-absl::Status AttentionRuntime::Begin(AttendJob& job, const Resolved& resolved,
-                                     bool* wait_for_scratch) {
+absl::Status AttentionRuntime::Begin(AttendJob& job, const Resolved& resolved) {
   absl::Status error;
   std::vector<int32_t> offending;
   for (size_t i = 0; i < job.sequences.size(); ++i) {
@@ -243,8 +239,8 @@ absl::Status AttentionRuntime::Begin(AttendJob& job, const Resolved& resolved,
   }
   RETURN_IF_ERROR(PrepareAnswer(job, resolved));
   for (size_t i = 0; i < job.sequences.size(); ++i) {
-    absl::Status status = ReserveSequence(job, resolved, i, wait_for_scratch);
-    if (!status.ok() || *wait_for_scratch) {
+    absl::Status status = ReserveSequence(job, resolved, i);
+    if (!status.ok()) {
       Abandon(job);
       return status;
     }

@@ -144,16 +144,14 @@ absl::StatusOr<SessionState> AttentionRuntime::OpenSession(const OpenSessionArgu
   return StateOf(**inserted);
 }
 
-absl::StatusOr<SessionState> AttentionRuntime::GetSession(const std::string& id,
-                                                          int64_t arrival_us) {
-  ASSIGN_OR_RETURN(Session * session, table_.Find(id, arrival_us));
+absl::StatusOr<SessionState> AttentionRuntime::GetSession(const std::string& id) {
+  ASSIGN_OR_RETURN(Session * session, table_.Find(id));
   return StateOf(*session);
 }
 
 absl::StatusOr<SessionState> AttentionRuntime::ForkSession(const std::string& id,
-                                                           std::optional<int64_t> length,
-                                                           int64_t arrival_us) {
-  ASSIGN_OR_RETURN(Session * session, table_.Find(id, arrival_us));
+                                                           std::optional<int64_t> length) {
+  ASSIGN_OR_RETURN(Session * session, table_.Find(id));
   const int64_t longest = session->history.Longest();
   if (length.has_value() && (*length < 0 || *length > longest))
     return LengthError(*length, longest);
@@ -172,8 +170,8 @@ absl::StatusOr<SessionState> AttentionRuntime::ForkSession(const std::string& id
 }
 
 absl::StatusOr<SessionState> AttentionRuntime::TruncateSession(const std::string& id,
-                                                               int64_t length, int64_t arrival_us) {
-  ASSIGN_OR_RETURN(Session * session, table_.Find(id, arrival_us));
+                                                               int64_t length) {
+  ASSIGN_OR_RETURN(Session * session, table_.Find(id));
   const int64_t longest = session->history.Longest();
   if (length < 0 || length > longest) return LengthError(length, longest);
   cache_.Truncate(session->history, length);
@@ -181,8 +179,8 @@ absl::StatusOr<SessionState> AttentionRuntime::TruncateSession(const std::string
   return StateOf(*session);
 }
 
-absl::Status AttentionRuntime::CloseSession(const std::string& id, int64_t arrival_us) {
-  ASSIGN_OR_RETURN(Session * session, table_.Find(id, arrival_us));
+absl::Status AttentionRuntime::CloseSession(const std::string& id) {
+  ASSIGN_OR_RETURN(Session * session, table_.Find(id));
   cache_.Close(session->history);
   table_.End(id, Reason::kSessionClosed, now_us_());
   return absl::OkStatus();

@@ -12,6 +12,9 @@ namespace {
 
 // How many ended sessions keep their reason, and for how long (DESIGN: sessions).
 constexpr size_t kEndedKept = 65536;
+// An id is at most 128 + 1 + 20 + 1 + 32 bytes; anything longer is somebody's mistake.
+constexpr size_t kShownIdBytes = 200;
+constexpr size_t kReplicaBytes = 128;
 constexpr int64_t kEndedKeptUs = int64_t{3600} * 1000000;
 
 std::string RandomHex128() {
@@ -39,10 +42,12 @@ const char* ReasonText(Reason reason) {
 
 // The message does not repeat the id: messages are logged, and an id gives access to its session.
 absl::Status Gone(const std::string& id, Reason reason) {
-  return MakeError(
-      absl::StatusCode::kNotFound,
-      {.reason = reason, .field = "session_id", .got = id, .wanted = "an open session"},
-      std::string("session_id: the session is ") + ReasonText(reason));
+  return MakeError(absl::StatusCode::kNotFound,
+                   {.reason = reason,
+                    .field = "session_id",
+                    .got = id.substr(0, kShownIdBytes),
+                    .wanted = "an open session"},
+                   std::string("session_id: the session is ") + ReasonText(reason));
 }
 
 }  // namespace
@@ -67,13 +72,9 @@ absl::StatusOr<Session*> SessionTable::Insert(std::unique_ptr<Session> session, 
   return inserted;
 }
 
-absl::StatusOr<Session*> SessionTable::Find(const std::string& id, int64_t arrival_us) const {
+absl::StatusOr<Session*> SessionTable::Find(const std::string& id) const {
   if (const auto found = open_.find(id); found != open_.end()) {
-    Session* session = found->second.get();
-    if (arrival_us - session->last_used_us > session->ttl_us) {
-      return Gone(id, Reason::kSessionExpired);
-    }
-    return session;
+    return found->second.get();
   }
   if (const auto found = ended_.find(id); found != ended_.end()) return Gone(id, found->second);
 
@@ -85,13 +86,14 @@ absl::StatusOr<Session*> SessionTable::Find(const std::string& id, int64_t arriv
     return Gone(id, Reason::kSessionNotFound);
   }
   const std::string owner = id.substr(0, start);
-  if (owner != replica_) {
+  if (owner != replica_ && owner.size() <= kReplicaBytes) {
     return MakeError(absl::StatusCode::kFailedPrecondition, {.reason = Reason::kSessionMoved,
                                                              .field = "session_id",
                                                              .got = "a session of replica " + owner,
                                                              .wanted = "replica " + replica_,
                                                              .replica = owner});
   }
+  if (owner != replica_) return Gone(id, Reason::kSessionNotFound);
   if (id.substr(start + 1, random - start - 1) != start_) {
     return Gone(id, Reason::kSessionLostInRestart);
   }

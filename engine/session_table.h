@@ -42,9 +42,8 @@ class SessionTable {
   absl::StatusOr<Session*> Insert(std::unique_ptr<Session> session, int64_t now_us);
 
   // The open session, or why there is none: NOT_FOUND with the reason it ended, FAILED_PRECONDITION
-  // SESSION_MOVED with its owner. A session idle longer than its ttl at `arrival_us` is reported
-  // expired.
-  absl::StatusOr<Session*> Find(const std::string& id, int64_t arrival_us) const;
+  // SESSION_MOVED with its owner.
+  absl::StatusOr<Session*> Find(const std::string& id) const;
 
   // Removes the session and remembers the reason. The caller has freed its history.
   void End(const std::string& id, Reason reason, int64_t now_us);

@@ -99,8 +99,11 @@ class AttendMethod : public Method {
     auto kept = std::static_pointer_cast<AttendCall>(call->attachment());
     auto slot = std::make_shared<Admission::Slot>();
     auto converted = std::make_shared<ConvertedAttend>();
-    if (absl::Status status = Accept(*kept, message, *slot, *converted); !status.ok()) {
-      Refuse(*call, item, *converted, status, arrival_us);
+    int model = kModelNone;
+    if (absl::Status status = Accept(*kept, message, *slot, *converted, &model); !status.ok()) {
+      parts_.metrics->Rejected(ReasonOf(status));
+      Log(*call, *converted, status, parts_.now_us() - arrival_us);
+      Send(*call, item, *converted, status, model);
       return;
     }
     AttendJob& job = *converted->job;
@@ -131,25 +134,41 @@ class AttendMethod : public Method {
   }
 
  private:
-  // Size, queue and draining rules, then the contract's (convert).
+  // Size, queue and draining rules, then the contract's (convert). `model` is the metric label of a
+  // request that is refused.
   absl::Status Accept(AttendCall& kept, const grpc::ByteBuffer& message, Admission::Slot& slot,
-                      ConvertedAttend& converted) {
+                      ConvertedAttend& converted, int* model) {
+    // Decoding copies no tensor; it comes first so that a refused stream item can be told by its
+    // id.
+    absl::StatusOr<ReceivedAttend> request = ReceivedAttend::Decode(message);
+    if (request.ok()) {
+      converted.request_id = request->request.request_id();
+      *model = ModelLabel(*context_.models, request->request);
+    }
     const auto bytes = static_cast<int64_t>(message.Length());
     const int64_t limit = parts_.options->limits.message_bytes;
     if (bytes > limit) return TooLarge("request", bytes, limit);
+    RETURN_IF_ERROR(request.status());
     if (kept.announced_bytes.has_value() && bytes > *kept.announced_bytes) {
       return InvalidField("attend-bytes", std::to_string(*kept.announced_bytes),
                           "at least the message's " + std::to_string(bytes) + " bytes");
     }
     slot = std::move(kept.slot);
     if (!slot.held()) RETURN_IF_ERROR(parts_.admission->Reserve(1, 0, bytes, slot));
-    ASSIGN_OR_RETURN(const ReceivedAttend request, ReceivedAttend::Decode(message));
-    if (parts_.state->refusing.load() && !NamesSession(request.request)) return Draining();
-    converted.request_id = request.request.request_id();
-    ASSIGN_OR_RETURN(converted, ConvertAttend(context_, request, [&](int64_t tokens) {
+    if (parts_.state->refusing.load() && !NamesSession(request->request)) return Draining();
+    ASSIGN_OR_RETURN(converted, ConvertAttend(context_, *request, [&](int64_t tokens) {
                        return parts_.admission->Reserve(0, tokens, 0, slot);
                      }));
     return absl::OkStatus();
+  }
+
+  static int ModelLabel(const std::vector<LoadedModel>& models, const v1::AttendRequest& request) {
+    if (request.has_raw()) return kModelRaw;
+    if (request.model().empty() && models.size() == 1) return 0;
+    for (size_t i = 0; i < models.size(); ++i) {
+      if (models[i].name == request.model()) return static_cast<int>(i);
+    }
+    return kModelNone;
   }
 
   static bool NamesSession(const v1::AttendRequest& request) {
@@ -166,13 +185,6 @@ class AttendMethod : public Method {
       left_us = std::min<int64_t>(left_us, left.count());
     }
     return now_us + left_us;
-  }
-
-  void Refuse(Call& call, int64_t item, const ConvertedAttend& converted,
-              const absl::Status& status, int64_t arrival_us) {
-    parts_.metrics->Rejected(ReasonOf(status));
-    Log(call, converted, status, parts_.now_us() - arrival_us);
-    Send(call, item, converted, status, kModelNone);
   }
 
   void Answer(Call& call, int64_t item, ConvertedAttend& converted, const absl::Status& status) {
@@ -292,6 +304,9 @@ class SmallMethod : public Method {
                             {"message", std::string(answer.status().message())}});
       call->Answer(item, answer.status(), model);
     };
+    const auto bytes = static_cast<int64_t>(message.Length());
+    const int64_t limit = parts_.options->limits.message_bytes;
+    if (bytes > limit) return done(TooLarge("request", bytes, limit), kModelNone);
     absl::StatusOr<Request> request = ParseMessage<Request>(message);
     if (!request.ok()) {
       done(request.status(), kModelNone);
@@ -355,11 +370,10 @@ AttentionService::AttentionService(ServiceParts given) : parts_(std::move(given)
 
   // A session call runs on the engine thread after the session's earlier work.
   const auto on_session = [&parts](const std::string& session_id, const auto& done, auto call) {
-    const int64_t arrival_us = parts.now_us();
     parts.batcher->SubmitControl(
         session_id,
-        [done, call, arrival_us](AttentionRuntime& runtime) {
-          const absl::StatusOr<SessionState> state = call(runtime, arrival_us);
+        [done, call](AttentionRuntime& runtime) {
+          const absl::StatusOr<SessionState> state = call(runtime);
           if (!state.ok()) return done(state.status(), kModelNone);
           done(EncodeMessage(ToProto(*state)), ModelOf(runtime, *state));
         },
@@ -372,14 +386,14 @@ AttentionService::AttentionService(ServiceParts given) : parts_(std::move(given)
         context.models = &parts.runtime->models();
         absl::StatusOr<OpenSessionArguments> arguments = ConvertOpenSession(context, request);
         if (!arguments.ok()) return done(arguments.status(), kModelNone);
-        on_session("", done, [arguments = *arguments](AttentionRuntime& runtime, int64_t) {
+        on_session("", done, [arguments = *arguments](AttentionRuntime& runtime) {
           return runtime.OpenSession(arguments);
         });
       }));
   add(std::make_unique<SmallMethod<v1::GetSessionRequest>>(
       parts, "GetSession", false, [on_session](const auto& request, auto done) {
-        on_session("", done, [id = request.session_id()](AttentionRuntime& runtime, int64_t at_us) {
-          return runtime.GetSession(id, at_us);
+        on_session("", done, [id = request.session_id()](AttentionRuntime& runtime) {
+          return runtime.GetSession(id);
         });
       }));
   add(std::make_unique<SmallMethod<v1::ForkSessionRequest>>(
@@ -388,25 +402,24 @@ AttentionService::AttentionService(ServiceParts given) : parts_(std::move(given)
         std::optional<int64_t> length;
         if (request.has_length()) length = request.length();
         on_session(request.session_id(), done,
-                   [id = request.session_id(), length](AttentionRuntime& runtime, int64_t at_us) {
-                     return runtime.ForkSession(id, length, at_us);
+                   [id = request.session_id(), length](AttentionRuntime& runtime) {
+                     return runtime.ForkSession(id, length);
                    });
       }));
   add(std::make_unique<SmallMethod<v1::TruncateSessionRequest>>(
       parts, "TruncateSession", false, [on_session](const auto& request, auto done) {
-        on_session(request.session_id(), done, [request](AttentionRuntime& runtime, int64_t at_us) {
-          return runtime.TruncateSession(request.session_id(), request.length(), at_us);
+        on_session(request.session_id(), done, [request](AttentionRuntime& runtime) {
+          return runtime.TruncateSession(request.session_id(), request.length());
         });
       }));
   add(std::make_unique<SmallMethod<v1::CloseSessionRequest>>(
       parts, "CloseSession", false, [&parts](const auto& request, auto done) {
-        const int64_t arrival_us = parts.now_us();
         parts.batcher->SubmitControl(
             request.session_id(),
-            [done, id = request.session_id(), arrival_us](AttentionRuntime& runtime) {
-              const absl::StatusOr<SessionState> state = runtime.GetSession(id, arrival_us);
+            [done, id = request.session_id()](AttentionRuntime& runtime) {
+              const absl::StatusOr<SessionState> state = runtime.GetSession(id);
               const int model = state.ok() ? ModelOf(runtime, *state) : kModelNone;
-              const absl::Status status = runtime.CloseSession(id, arrival_us);
+              const absl::Status status = runtime.CloseSession(id);
               if (!status.ok()) return done(status, model);
               done(EncodeMessage(v1::CloseSessionResponse()), model);
             },

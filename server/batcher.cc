@@ -119,6 +119,7 @@ void Batcher::EndTask(TaskId id, absl::Status status) {
     task = std::move(tasks_.at(id));
     tasks_.erase(id);
     queue_.Remove(id);
+    if (running_ > 0) --running_;  // none runs while waiting ones are ended
   }
   if (task.job != nullptr || !status.ok()) task.done(std::move(status));
 }
@@ -182,7 +183,9 @@ void Batcher::RunTasks(const std::vector<TaskId>& ids) {
   for (size_t i = ids.size(); i-- > 0;) {
     if (outcome.jobs[i].state == BatchOutcome::State::kUntouched) {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (!stuck) queue_.BackToHead(ids[i]);
+      if (stuck) continue;
+      queue_.BackToHead(ids[i]);
+      --running_;
     }
   }
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -192,6 +195,7 @@ void Batcher::RunTasks(const std::vector<TaskId>& ids) {
     } else if (state == BatchOutcome::State::kContinues || stuck) {
       std::lock_guard<std::mutex> lock(mutex_);
       queue_.BackToTail(ids[i]);
+      --running_;
     }
   }
 }

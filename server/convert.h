@@ -63,7 +63,4 @@ OutputTensor OutputOf(const ConvertedAttend& converted);
 v1::Session ToProto(const SessionState& state);
 v1::Model ToProto(const LoadedModel& model);
 
-// Metric label `model`: a loaded model's name, "raw", or "none".
-std::string ModelLabel(const std::vector<LoadedModel>& models, const std::string& model, bool raw);
-
 }  // namespace attend

@@ -112,13 +112,4 @@ v1::Model ToProto(const LoadedModel& model) {
   return proto;
 }
 
-std::string ModelLabel(const std::vector<LoadedModel>& models, const std::string& model, bool raw) {
-  if (raw) return "raw";
-  if (model.empty() && models.size() == 1) return models[0].name;
-  for (const LoadedModel& loaded : models) {
-    if (loaded.name == model) return loaded.name;
-  }
-  return "none";
-}
-
 }  // namespace attend

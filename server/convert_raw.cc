@@ -51,9 +51,10 @@ absl::Status SetOptions(const v1::RawOptions& options, AttentionSpec& spec) {
     return InvalidField("raw.options.window", absl::StrCat(options.window()),
                         "0 (no window) or more");
   }
-  if (!std::isfinite(options.softcap()) || options.softcap() < 0) {
+  if (!std::isfinite(options.softcap()) || options.softcap() < 0 ||
+      (options.softcap() > 0 && options.softcap() < kMinSoftcap)) {
     return InvalidField("raw.options.softcap", absl::StrCat(options.softcap()),
-                        "0 (off) or a positive finite value");
+                        "0 (off), or a finite value of at least 1e-30");
   }
   RETURN_IF_ERROR(CheckPerHead("raw.options.alibi_slopes", options.alibi_slopes(), spec.q_heads));
   RETURN_IF_ERROR(CheckPerHead("raw.options.sinks", options.sinks(), spec.q_heads));

@@ -29,8 +29,6 @@ int main(int argc, char** argv) {
   // Libraries must not add lines of their own to the log, some of which clients can provoke.
   setenv("GRPC_VERBOSITY", "NONE", 0);
   google::protobuf::SetLogHandler(nullptr);
-  // Our log lines say what happened; gRPC's own would break their format.
-  setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
   const attend::Machine machine = attend::ReadMachine();
   absl::StatusOr<attend::Options> options = attend::ParseOptions(
       argc, argv, [](const char* name) -> const char* { return std::getenv(name); }, machine);

@@ -99,7 +99,7 @@ class AttentionRuntimeTest : public ::testing::Test {
     }
   }
 
-  int64_t Length(const std::string& id) { return runtime_->GetSession(id, 0)->layers[0].length; }
+  int64_t Length(const std::string& id) { return runtime_->GetSession(id)->layers[0].length; }
 
   static constexpr int kWidth = 4;
   int64_t now_us_ = 0;
@@ -216,14 +216,69 @@ TEST_F(AttentionRuntimeTest, CancelDeadlineAndFaultBeforeTheBatchEndsRollBack) {
   EXPECT_EQ(runtime_->Stats().kv_used_bytes, used);
 }
 
-TEST_F(AttentionRuntimeTest, ADeadlineThatPassesBetweenCheckAndLaunchIsCounted) {
-  auto job = Job(0, {1});
-  AttendJob* jobs[] = {job.get()};
+TEST_F(AttentionRuntimeTest, AJobThatDiesWhileItsBatchIsPreparedIsNotLaunched) {
+  const std::string id = Open();
+  auto dying = SessionJob(0, id, 0, 4);
+  auto living = Job(0, {3});
+  AttendJob* jobs[] = {dying.get(), living.get()};
+  now_us_ = 0;
   step_us_ = 10;
-  job->deadline_us = 15;  // the check looks at 10, the launch at 20
+  dying->deadline_us = 35;  // alive when it is added, dead before the launch
   const BatchOutcome outcome = runtime_->RunBatch(jobs);
-  EXPECT_EQ(outcome.launched_late, 1);
+  step_us_ = 0;
   EXPECT_EQ(outcome.jobs[0].status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(outcome.jobs[1].status.ok());
+  EXPECT_EQ(outcome.launched_late, 0);
+  ASSERT_EQ(engine_->plans.size(), 1u);
+  EXPECT_EQ(engine_->plans[0].query_rows, 3);
+  EXPECT_EQ(Length(id), 0);
+}
+
+TEST_F(AttentionRuntimeTest, JobsThatTogetherExceedTheScratchAllEnd) {
+  // Each sequence takes 6 MiB / 10 of scratch; both jobs need far more than there is.
+  std::vector<std::shared_ptr<AttendJob>> waiting = {
+      Job(0, std::vector<int64_t>(60, 3000)), Job(0, std::vector<int64_t>(60, 3000)),
+      Job(0, std::vector<int64_t>(30000, 1)), Job(0, std::vector<int64_t>(30000, 1))};
+  size_t batches = 0;
+  while (!waiting.empty()) {
+    ASSERT_LT(++batches, 20000u) << "no job ever ends";
+    const std::shared_ptr<AttendJob> job = waiting.front();
+    waiting.erase(waiting.begin());
+    AttendJob* jobs[] = {job.get()};
+    const BatchOutcome outcome = runtime_->RunBatch(jobs);
+    if (outcome.jobs[0].state != BatchOutcome::State::kEnded) {
+      waiting.push_back(job);
+    } else {
+      EXPECT_TRUE(outcome.jobs[0].status.ok());
+    }
+  }
+}
+
+TEST_F(AttentionRuntimeTest, ARewindOfMoreSessionsThanScratchHoldsStillWorks) {
+  auto job =
+      Job(0, std::vector<int64_t>(700, 1));  // 700 undo copies of 1 KiB in 1 MiB of scratch ...
+  for (SequenceJob& sequence : job->sequences) {
+    sequence.session_id = Open({"0"});
+    sequence.position = 0;
+  }
+  auto again = Job(0, std::vector<int64_t>(700, 1));
+  auto ahead = Job(0, std::vector<int64_t>(700, 1));
+  for (size_t i = 0; i < 700; ++i) {
+    for (const auto& other : {again, ahead}) {
+      other->sequences[i].session_id = job->sequences[i].session_id;
+      other->sequences[i].position = 0;
+      other->sequences[i].rewind = true;
+    }
+    ahead->sequences[i].no_append = true;
+  }
+  ASSERT_TRUE(RunOne(*job).ok());
+  // ... of which a stateless job holds a part.
+  auto holder = Job(0, {8000});
+  AttendJob* jobs[] = {holder.get()};
+  ASSERT_EQ(runtime_->RunBatch(jobs).jobs[0].state, BatchOutcome::State::kContinues);
+  EXPECT_TRUE(RunOne(*again).ok());
+  EXPECT_TRUE(RunOne(*ahead).ok());
+  EXPECT_TRUE(RunOne(*holder).ok());
 }
 
 TEST_F(AttentionRuntimeTest, ACacheThatIsFullSaysSoAndServesOthers) {
@@ -297,15 +352,14 @@ TEST_F(AttentionRuntimeTest, ForkTruncateAndCloseKeepTheBooks) {
   const std::string id = Open();
   ASSERT_TRUE(RunOne(*SessionJob(0, id, 0, 100)).ok());
   const int64_t used = runtime_->Stats().kv_used_bytes;
-  const SessionState fork = *runtime_->ForkSession(id, 50, 0);
+  const SessionState fork = *runtime_->ForkSession(id, 50);
   EXPECT_EQ(fork.length, 50);
   EXPECT_EQ(runtime_->Stats().kv_used_bytes, used) << "a fork shares its blocks";
-  EXPECT_EQ(runtime_->TruncateSession(id, 101, 0).status().code(),
-            absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(runtime_->TruncateSession(id, 7, 0)->length, 7);
-  EXPECT_TRUE(runtime_->CloseSession(id, 0).ok());
-  EXPECT_EQ(runtime_->CloseSession(id, 0).code(), absl::StatusCode::kNotFound);
-  EXPECT_TRUE(runtime_->CloseSession(fork.id, 0).ok());
+  EXPECT_EQ(runtime_->TruncateSession(id, 101).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(runtime_->TruncateSession(id, 7)->length, 7);
+  EXPECT_TRUE(runtime_->CloseSession(id).ok());
+  EXPECT_EQ(runtime_->CloseSession(id).code(), absl::StatusCode::kNotFound);
+  EXPECT_TRUE(runtime_->CloseSession(fork.id).ok());
   EXPECT_EQ(runtime_->Stats().kv_used_bytes, 0);
 }
 

@@ -132,7 +132,7 @@ TEST_F(BatcherTest, PipelinedAppendsOfASessionRunInOrderAndASessionCallWaitsForT
   batcher_->SubmitControl(
       session,
       [length, session](AttentionRuntime& runtime) {
-        length->set_value(runtime.TruncateSession(session, 5, NowUs())->length);
+        length->set_value(runtime.TruncateSession(session, 5)->length);
       },
       [](absl::Status) {});
   answers.push_back(Submit(Job(1, session, 5)));

@@ -191,14 +191,5 @@ TEST_F(ConvertTest, DescribesModels) {
   EXPECT_EQ(model.layers(3).context_width(), kContextWidth);
 }
 
-TEST_F(ConvertTest, LabelsOnlyLoadedModels) {
-  EXPECT_EQ(ModelLabel(models_, "m", false), "m");
-  EXPECT_EQ(ModelLabel(models_, "", false), "m");
-  EXPECT_EQ(ModelLabel(models_, "x", false), "none");
-  EXPECT_EQ(ModelLabel(models_, "", true), "raw");
-  models_.push_back(Model("n"));
-  EXPECT_EQ(ModelLabel(models_, "", false), "none");
-}
-
 }  // namespace
 }  // namespace attend
