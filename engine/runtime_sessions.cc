@@ -192,6 +192,7 @@ void AttentionRuntime::SetPinned(std::function<bool(const std::string&)> pinned)
 
 void AttentionRuntime::ExpireSessions() {
   const int64_t now = now_us_();
+  table_.ForgetOld(now);
   for (const std::string& id : table_.Expired(now, pinned_)) {
     cache_.Close(table_.open().at(id)->history);
     table_.End(id, Reason::kSessionExpired, now);

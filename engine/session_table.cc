@@ -106,6 +106,10 @@ void SessionTable::End(const std::string& id, Reason reason, int64_t now_us) {
   ++ended_count_[static_cast<int>(reason)];
   ended_[id] = reason;
   ended_order_.push_back({id, now_us});
+  ForgetOld(now_us);
+}
+
+void SessionTable::ForgetOld(int64_t now_us) {
   while (ended_order_.size() > kEndedKept ||
          (!ended_order_.empty() && now_us - ended_order_.front().at_us > kEndedKeptUs)) {
     ended_.erase(ended_order_.front().id);

@@ -48,6 +48,9 @@ class SessionTable {
   // Removes the session and remembers the reason. The caller has freed its history.
   void End(const std::string& id, Reason reason, int64_t now_us);
 
+  // Forgets the reasons that are older than an hour or beyond the last 65,536.
+  void ForgetOld(int64_t now_us);
+
   // Ids idle beyond their ttl for which `pinned` is false.
   std::vector<std::string> Expired(int64_t now_us,
                                    const std::function<bool(const std::string&)>& pinned) const;

@@ -104,7 +104,7 @@ BatcherStats Batcher::Stats() const {
 
 bool Batcher::idle() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return queue_.size() == 0;
+  return queue_.size() == 0 && !unpublished_;
 }
 
 Batcher::Task* Batcher::Find(TaskId id) {
@@ -157,6 +157,7 @@ void Batcher::Publish() {
   std::lock_guard<std::mutex> lock(mutex_);
   stats_.runtime = stats;
   stats_.tokens_per_ms = tokens_per_ms_;
+  unpublished_ = false;
   published_us_ = now;
 }
 
@@ -224,6 +225,7 @@ void Batcher::Loop() {
       std::lock_guard<std::mutex> lock(mutex_);
       ids = queue_.Next(batch_tokens_);
       running_ = ids.size();
+      if (!ids.empty()) unpublished_ = true;
     }
     if (!ids.empty()) RunTasks(ids);
   }

@@ -63,7 +63,7 @@ class Batcher {
   void Stop(const absl::Status& reason);
 
   BatcherStats Stats() const;
-  bool idle() const;  // nothing waiting or running
+  bool idle() const;  // nothing waiting or running, and Stats() says what came of it
   bool engine_failed() const { return engine_failed_.load(); }
 
  private:
@@ -92,13 +92,14 @@ class Batcher {
   BatchQueue queue_;                        // guarded by mutex_
   std::unordered_map<TaskId, Task> tasks_;  // guarded by mutex_
   TaskId next_id_ = 1;                      // guarded by mutex_
-  size_t running_ = 0;                      // guarded by mutex_
-  bool look_ = false;                       // guarded by mutex_: a waiting job was cancelled
-  bool stopping_ = false;                   // guarded by mutex_
-  absl::Status stop_reason_;                // guarded by mutex_
-  BatcherStats stats_;                      // guarded by mutex_
-  int64_t published_us_ = 0;                // engine thread
-  double tokens_per_ms_ = 0;                // engine thread
+  bool unpublished_ = false;  // guarded by mutex_: work was done since stats_ was filled
+  size_t running_ = 0;        // guarded by mutex_
+  bool look_ = false;         // guarded by mutex_: a waiting job was cancelled
+  bool stopping_ = false;     // guarded by mutex_
+  absl::Status stop_reason_;  // guarded by mutex_
+  BatcherStats stats_;        // guarded by mutex_
+  int64_t published_us_ = 0;  // engine thread
+  double tokens_per_ms_ = 0;  // engine thread
   std::atomic<bool> engine_failed_{false};
   std::thread thread_;
 };

@@ -163,13 +163,15 @@ absl::StatusOr<Listener> Listen(const std::string& address) {
 // `wake` ends the wait for a free file descriptor, without which a waiting client would make poll
 // return at once, again and again.
 void AcceptAll(int listener, int wake, std::list<Connection>& connections) {
-  while (connections.size() < kConnections) {
+  for (size_t accepted = 0; accepted < kConnections; ++accepted) {
     const int fd = accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       pollfd woken{wake, POLLIN, 0};
       if (errno == EMFILE || errno == ENFILE) poll(&woken, 1, /*timeout ms=*/100);
       return;
     }
+    // In a full house the oldest connection leaves: idle ones must not keep probes out.
+    if (connections.size() >= kConnections) connections.pop_front();
     connections.emplace_back(fd);
   }
 }
@@ -208,8 +210,7 @@ void HttpEndpoint::Serve() {
           {connection.fd, static_cast<short>(connection.sending() ? POLLOUT : POLLIN), 0});
       deadline = std::min(deadline, connection.deadline);
     }
-    // A full house leaves newcomers in the kernel's queue.
-    if (connections.size() < kConnections) polled.push_back({listener_, POLLIN, 0});
+    polled.push_back({listener_, POLLIN, 0});
     const auto wait = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
     poll(polled.data(), polled.size(), static_cast<int>(std::max<int64_t>(wait.count(), 0)));
     if (polled[0].revents != 0) return;

@@ -116,14 +116,14 @@ absl::Status Dispatcher::Bind(const DispatcherSettings& settings) {
   server_ = builder.BuildAndStart();
   for (size_t i = 0; i < ports.size(); ++i) {
     std::string address = settings.listen[i];
-    if (ports[i] == 0) return InvalidField("listen", address, "an address that can be bound");
+    if (ports[i] == 0) return InvalidField("--listen", address, "an address that can be bound");
     if (!IsUnix(address)) {
       address = address.substr(0, address.rfind(':') + 1) + std::to_string(ports[i]);
       if (port_ == 0) port_ = ports[i];
     }
     addresses_.push_back(address);
   }
-  if (server_ == nullptr) return InvalidField("listen", "no address", "at least one");
+  if (server_ == nullptr) return InvalidField("--listen", "no address", "at least one");
   return absl::OkStatus();
 }
 

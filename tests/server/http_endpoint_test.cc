@@ -11,6 +11,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace attend {
 namespace {
@@ -129,6 +130,16 @@ TEST_F(HttpEndpointTest, AClientThatSendsNothingDoesNotKeepOthersWaiting) {
   const int silent = Connect(port());
   EXPECT_THAT(Ask(port(), "GET", "/healthz"), StartsWith("HTTP/1.1 200 "));
   close(silent);
+}
+
+TEST_F(HttpEndpointTest, MoreIdleClientsThanThereIsRoomForDoNotKeepAProbeOut) {
+  std::vector<int> silent;
+  for (int i = 0; i < 200; ++i) silent.push_back(Connect(port()));
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_NE(Ask(port(), "GET", "/healthz").find("200 OK"), std::string::npos);
+  // Idle clients are dropped after 10 s; the probe must not have waited for that.
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(8));
+  for (int client : silent) close(client);
 }
 
 TEST_F(HttpEndpointTest, AGarbledRequestIsRefusedAndTheNextCallWorks) {
