@@ -303,6 +303,18 @@ TEST_F(AttentionRuntimeTest, ExpiredSessionsMakeRoomBeforeTheCacheIsCalledFull) 
   EXPECT_EQ(runtime_->Stats().sessions_expired, 1);
 }
 
+TEST_F(AttentionRuntimeTest, ASessionWithAQueuedOrRunningCallDoesNotExpire) {
+  const std::string id = Open();
+  bool pinned = true;
+  runtime_->SetPinned([&](const std::string&) { return pinned; });
+  now_us_ = (options_.session_ttl_seconds + 1) * 1000000;
+  runtime_->ExpireSessions();
+  EXPECT_TRUE(runtime_->GetSession(id).ok());
+  pinned = false;
+  runtime_->ExpireSessions();
+  EXPECT_EQ(runtime_->GetSession(id).status().code(), absl::StatusCode::kNotFound);
+}
+
 TEST_F(AttentionRuntimeTest, MaxTokensIsAQuota) {
   const std::string id = Open({}, 10);
   EXPECT_TRUE(RunOne(*SessionJob(0, id, 0, 10)).ok());

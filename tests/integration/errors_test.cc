@@ -163,6 +163,11 @@ TEST_F(ErrorsTest, WhatIsTooLargeIsRefusedAnnouncedOrReceivedWithBothNumbers) {
   const Ended received = wire_->SendBytes(kAttendPath, {std::string(1048577, 'x')});
   ExpectError(received, grpc::INVALID_ARGUMENT, v1::TOO_LARGE, "request", "1048577");
   EXPECT_THAT(received.error.message, HasSubstr("1048576"));
+  for (const char* method : {"ListModels", "GetServerInfo", "GetSession", "CloseSession"}) {
+    const Ended small = wire_->SendBytes(std::string("/attend.v1.Attention/") + method,
+                                         {std::string(1048577, 'x')});
+    ExpectError(small, grpc::INVALID_ARGUMENT, v1::TOO_LARGE, "request", "1048577");
+  }
   const Ended tokens = wire_->Attend(Rows(513));
   ExpectError(tokens, grpc::INVALID_ARGUMENT, v1::TOO_LARGE, "sequences", "513");
   EXPECT_THAT(tokens.error.message, HasSubstr("512"));

@@ -113,6 +113,7 @@ TEST_F(BatcherTest, ManyThreadsGetEveryAnswerExactlyOnce) {
     clients.emplace_back([&] {
       const std::string session = Open();
       for (int i = 0; i < 50; ++i) {
+        EXPECT_GE(batcher_->Stats().queue_requests, 0);
         EXPECT_TRUE(Submit(Job(1 + i % 100)).get().ok());
         EXPECT_TRUE(Submit(Job(1, session, i)).get().ok());
         answered.fetch_add(2);

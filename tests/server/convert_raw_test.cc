@@ -86,6 +86,8 @@ TEST_F(ConvertTest, RefusesRawOptionsOutOfRange) {
                          "-1", "0 (no window)"),
                  Invalid("softcap", options([](auto& o) { o.set_softcap(-2); }),
                          "raw.options.softcap", "-2", "0 (off)"),
+                 Invalid("softcap", options([](auto& o) { o.set_softcap(1e-35f); }),
+                         "raw.options.softcap", "1e-35", "at least 1e-30"),
                  Invalid("softcap", options([](auto& o) { o.set_softcap(kNan); }),
                          "raw.options.softcap", "nan", "0 (off)"),
                  Invalid("softcap", options([](auto& o) { o.set_softcap(kInfinity); }),
