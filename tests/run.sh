@@ -38,7 +38,7 @@ run_part() {
       ninja -C build/asan
       say "address and undefined behaviour sanitizers: test"
       ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
-        ctest --test-dir build/asan --output-on-failure -LE install
+        ctest --test-dir build/asan --output-on-failure -LE 'install|deploy'
       ;;
     tsan)
       say "thread sanitizer: build"
@@ -52,7 +52,8 @@ run_part() {
   esac
 }
 
-deploy/install-dependencies.sh
+deploy/install-dependencies.sh --tests
+tests/python_env.sh
 mkdir -p build
 for part in "${parts[@]}"; do run_part "$part"; done
 say "all tests passed: ${parts[*]}"
