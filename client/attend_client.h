@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -127,6 +128,8 @@ struct Options {
   int max_attempts = 5;
   std::chrono::milliseconds first_backoff{100};
   std::chrono::milliseconds max_backoff{2000};
+  // Called with the error before each further attempt, on the calling thread.
+  std::function<void(const Error&)> on_retry = {};
 };
 
 // What a call of Attend may ask beyond its rows.

@@ -133,6 +133,7 @@ Result<void> RunCall(const CallPlan& plan, const Options& options,
       error.outcome_unknown = lost;
       return error;
     }
+    if (options.on_retry) options.on_retry(error);
     std::this_thread::sleep_for(*wait);
     if (error.outcome_unknown && after_lost) after_lost();
   }

@@ -3,7 +3,9 @@
 
 #include <grpcpp/support/status_code_enum.h>
 
+#include <cerrno>
 #include <charconv>
+#include <cstring>
 #include <fstream>
 
 namespace attend::client {
@@ -137,7 +139,8 @@ Result<std::string> ReadHeader(const std::string& path, std::ifstream& file) {
 
 Result<Tensor> ReadNpy(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) return FileError(path, "can't be opened for reading");
+  if (!file)
+    return FileError(path, "can't be opened for reading: " + std::string(std::strerror(errno)));
   Result<std::string> header = ReadHeader(path, file);
   if (!header.ok()) return header.error();
   Result<Tensor> tensor = ParseHeader(path, *header);
@@ -187,7 +190,7 @@ Result<void> WriteNpy(const std::string& path, const TensorView& tensor) {
   file.write(reinterpret_cast<const char*>(tensor.data.data()),
              static_cast<std::streamsize>(tensor.data.size()));
   file.close();
-  if (!file) return FileError(path, "can't be written");
+  if (!file) return FileError(path, "can't be written: " + std::string(std::strerror(errno)));
   return {};
 }
 

@@ -146,6 +146,7 @@ Result<v1::AttendResponse> Stream::Receive() {
       call_.reset();
       return error;
     }
+    if (client_.connection_->options.on_retry) client_.connection_->options.on_retry(error);
     std::this_thread::sleep_for(*wait);
     Reopen(end);
   }

@@ -68,10 +68,7 @@ absl::Status AttentionRuntime::AddModel(const std::string& name, const Checkpoin
   model.weight_dtype = checkpoint.weight_dtype;
   model.fingerprint = checkpoint.fingerprint;
   model.max_positions = checkpoint.max_positions;
-  model.kv_dtype = options_.kv_dtype;
-  if (model.kv_dtype == DType::kUnspecified) {
-    model.kv_dtype = checkpoint.weight_dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
-  }
+  model.kv_dtype = KvDTypeOf(checkpoint, options_.kv_dtype);
   for (const ModelLayer& source : checkpoint.layers) {
     LoadedLayer layer;
     layer.name = source.name;

@@ -95,6 +95,7 @@ std::string GroupOf(const std::string& path) {
       {"CLI/", "cli11"},
       {"absl/", "absl"},
       {"xxhash.h", "xxhash"},
+      {"png.h", "png"},
       {"sanitizer/", "std"}};
   for (const auto& [prefix, group] : kGroups) {
     if (path.starts_with(prefix)) return group;
@@ -119,6 +120,9 @@ const std::set<std::pair<std::string, std::string>> kSeams = {
     {"server/server.h", "engine/model/checkpoint.h"},
     {"server/metrics.cc", "prometheus"},
     {"client/cli/make_checkpoint.cc", "engine/model/make_checkpoint.h"},
+    {"client/cli/inspect.cc", "engine/model/inspect.h"},
+    {"client/image.cc", "png"},
+    {"client/cli/load_report.cc", "json"},
 };
 
 TEST(TidyTest, IncludesPointInTheDirectionsOfTheArchitecture) {

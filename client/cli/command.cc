@@ -2,6 +2,7 @@
 #include "client/cli/command.h"
 
 #include <google/protobuf/util/json_util.h>
+#include <grpcpp/support/status.h>
 
 #include <cctype>
 #include <cstdio>
@@ -14,10 +15,14 @@ int Fail(const client::Error& error) {
   return kFailed;
 }
 
-client::Result<client::Client> Connect(const Globals& globals) {
+client::Result<client::Client> Connect(const Globals& globals, client::Options options) {
   const std::chrono::duration<double> timeout(globals.timeout_seconds);
-  return client::Client::Connect(
-      globals.server, {.deadline = std::chrono::duration_cast<std::chrono::milliseconds>(timeout)});
+  options.deadline = std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
+  auto client = client::Client::Connect(globals.server, options);
+  if (client.ok() || client.error().code != grpc::StatusCode::UNAVAILABLE) return client;
+  client::Error error = client.error();
+  error.message = "server " + globals.server + ": " + error.message;
+  return error;
 }
 
 std::string Json(const google::protobuf::Message& message) {

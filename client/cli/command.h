@@ -26,7 +26,8 @@ struct Globals {
 // Prints the error on one line and returns kFailed.
 int Fail(const client::Error& error);
 
-client::Result<client::Client> Connect(const Globals& globals);
+// With the deadline of `globals`.
+client::Result<client::Client> Connect(const Globals& globals, client::Options options = {});
 
 // The text of a message as JSON, field names as in the proto.
 std::string Json(const google::protobuf::Message& message);
@@ -62,6 +63,8 @@ void AddInfo(CLI::App& app, Globals& globals);
 void AddModels(CLI::App& app, Globals& globals);
 void AddRun(CLI::App& app, Globals& globals);
 void AddSession(CLI::App& app, Globals& globals);
+void AddBench(CLI::App& app, Globals& globals);
 void AddMakeCheckpoint(CLI::App& app, Globals& globals);
+void AddInspect(CLI::App& app, Globals& globals);
 
 }  // namespace attend::cli

@@ -50,7 +50,9 @@ int main(int argc, char** argv) try {
   AddModels(app, globals);
   AddRun(app, globals);
   AddSession(app, globals);
+  AddBench(app, globals);
   AddMakeCheckpoint(app, globals);
+  AddInspect(app, globals);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

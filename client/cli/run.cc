@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // `attend run`: one Attend call with .npy files in and out, stateless or as a step of a session,
-// and a comparison with a stored result.
+// a comparison with a stored result, and pictures of the weights (maps.cc).
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 
 #include "client/cli/command.h"
+#include "client/cli/maps.h"
 #include "client/npy.h"
 
 namespace attend::cli {
@@ -14,7 +15,9 @@ namespace {
 
 struct RunFlags {
   std::string model, layer, input, output, context, session, weights, compare;
-  int64_t position = -1;  // -1 = where the session stands
+  MapFlags maps;
+  std::vector<int> heads;  // of the weights; empty = all
+  int64_t position = -1;   // -1 = where the session stands
   bool rewind = false;
   bool no_append = false;
   v1::Mask mask = v1::MASK_FROM_MODEL;
@@ -34,8 +37,13 @@ int FailFile(const client::Error& error) {
   return kUsage;
 }
 
+// Of one sequence.
 int64_t PackedRows(const client::Tensor& tensor) {
   return tensor.shape.size() < 2 ? 0 : tensor.shape[tensor.shape.size() - 2];
+}
+
+int64_t Sequences(const v1::Tensor& states) {
+  return states.shape_size() == 3 ? states.shape(0) : 1;
 }
 
 // The largest |a - b|; NaN on either side counts as infinite, equal infinities as 0.
@@ -62,20 +70,24 @@ int Compare(const client::Tensor& output, const client::Tensor& wanted, double t
   return good ? kOk : kFailed;
 }
 
-// One sequence [heads, rows, keys]; several of equal shape [sequences, heads, rows, keys].
-client::Result<void> WriteWeights(const std::string& path, v1::AttendResponse* response) {
-  client::Tensor all;
+std::vector<client::Tensor> TakeWeights(v1::AttendResponse* response) {
+  std::vector<client::Tensor> sequences;
   for (v1::AttentionWeights& weights : *response->mutable_weights()) {
-    client::Tensor one = client::TakeFromWire(weights.mutable_weights());
-    if (all.data.empty()) {
-      all = std::move(one);
-    } else {
-      all.data += one.data;
-    }
+    sequences.push_back(client::TakeFromWire(weights.mutable_weights()));
   }
-  if (response->weights_size() > 1) {
-    all.shape.insert(all.shape.begin(), response->weights_size());
+  return sequences;
+}
+
+// One sequence [heads, rows, keys]; several of equal shape [sequences, heads, rows, keys].
+client::Result<void> WriteWeights(const std::string& path,
+                                  const std::vector<client::Tensor>& sequences) {
+  client::Tensor all;
+  for (const client::Tensor& one : sequences) {
+    all.dtype = one.dtype;
+    all.shape = one.shape;
+    all.data += one.data;
   }
+  if (sequences.size() > 1) all.shape.insert(all.shape.begin(), std::ssize(sequences));
   return client::WriteNpy(path, all.view());
 }
 
@@ -95,6 +107,10 @@ int FillFromFiles(const RunFlags& flags, v1::AttendRequest* request, int64_t* ro
   return kOk;
 }
 
+bool IsCross(const RunFlags& flags, int64_t context_rows) {
+  return context_rows >= 0 || flags.layer.ends_with(".cross");
+}
+
 // A cross-attention layer takes no position: its history is the context.
 client::Result<void> AddSessionSequence(const client::Client& client, const RunFlags& flags,
                                         int64_t rows, int64_t context_rows,
@@ -104,11 +120,10 @@ client::Result<void> AddSessionSequence(const client::Client& client, const RunF
   sequence->set_length(rows);
   sequence->set_rewind(flags.rewind);
   sequence->set_no_append(flags.no_append);
-  const bool cross = context_rows >= 0 || flags.layer.ends_with(".cross");
   if (context_rows >= 0) sequence->set_context_length(context_rows);
   if (flags.position >= 0) {
     sequence->set_position(flags.position);
-  } else if (!cross) {
+  } else if (!IsCross(flags, context_rows)) {
     auto session = client.AttachSession(flags.session);
     if (!session.ok()) return session.error();
     sequence->set_position(session->position(flags.layer));
@@ -126,21 +141,64 @@ void PrintSummary(const v1::AttendResponse& response) {
               static_cast<double>(timing.compute_us()) / 1000, timing.batch_tokens());
 }
 
-int Run(const Globals& globals, const RunFlags& flags) {
+v1::AttendRequest RequestFor(const RunFlags& flags) {
   v1::AttendRequest request;
   request.set_model(flags.model);
   request.set_layer(flags.layer);
   request.set_mask(flags.mask);
   request.set_output_dtype(flags.dtype);
-  if (!flags.weights.empty()) request.mutable_weights()->set_mode(v1::WeightsRequest::FULL);
+  if (!flags.weights.empty() || !flags.maps.directory.empty()) {
+    request.mutable_weights()->set_mode(v1::WeightsRequest::FULL);
+    request.mutable_weights()->mutable_heads()->Assign(flags.heads.begin(), flags.heads.end());
+  }
+  return request;
+}
+
+// The answer may be far larger than with the output alone: says what makes it smaller.
+int FailAttend(client::Error error, const v1::AttendRequest& request) {
+  if (error.reason == v1::TOO_LARGE && request.has_weights()) {
+    error.message += "; --heads asks for the weights of some heads only";
+  }
+  return Fail(error);
+}
+
+int DrawMaps(const client::Client& client, const RunFlags& flags, const MapLabels& labels,
+             bool cross, std::vector<client::Tensor> weights) {
+  MapSource source{.model = flags.model,
+                   .layer = flags.layer,
+                   .heads = flags.heads,
+                   .cross = cross,
+                   .sequences = std::move(weights)};
+  if (source.model.empty()) {  // the only one
+    auto models = client.ListModels();
+    if (models.ok() && models->size() == 1) source.model = models->front().name();
+  }
+  auto written = WriteMaps(flags.maps.directory, labels, source);
+  if (!written.ok()) return FailFile(written.error());
+  std::printf("%d pictures in %s\n", *written, flags.maps.directory.c_str());
+  return kOk;
+}
+
+int Run(const Globals& globals, const RunFlags& flags) {
+  v1::AttendRequest request = RequestFor(flags);
   int64_t rows = 0;
   int64_t context_rows = -1;
   if (int code = FillFromFiles(flags, &request, &rows, &context_rows); code != kOk) return code;
+  const bool cross = IsCross(flags, context_rows);
   client::Tensor wanted;
   if (!flags.compare.empty()) {
     auto stored = client::ReadNpy(flags.compare);
     if (!stored.ok()) return FailFile(stored.error());
     wanted = *std::move(stored);
+  }
+  MapLabels labels;
+  if (!flags.maps.directory.empty()) {
+    MapInput input{
+        .rows = rows * Sequences(request.hidden_states()), .context_rows = {}, .cross = cross};
+    if (context_rows >= 0) input.context_rows = context_rows * Sequences(request.context());
+    auto prepared = PrepareMaps(flags.maps, input);
+    if (!prepared.ok()) return FailFile(prepared.error());
+    labels = *std::move(prepared);
   }
 
   auto client = Connect(globals);
@@ -150,15 +208,16 @@ int Run(const Globals& globals, const RunFlags& flags) {
     if (!added.ok()) return Fail(added.error());
   }
   auto response = client->Attend(request);
-  if (!response.ok()) return Fail(response.error());
+  if (!response.ok()) return FailAttend(response.error(), request);
 
   PrintSummary(*response);
   if (!flags.session.empty() && response->positions_size() > 0) {
     std::printf("session has %ld tokens in layer %s\n", response->positions(0),
                 flags.layer.c_str());
   }
+  std::vector<client::Tensor> weights = TakeWeights(&*response);
   if (!flags.weights.empty()) {
-    auto written = WriteWeights(flags.weights, &*response);
+    auto written = WriteWeights(flags.weights, weights);
     if (!written.ok()) return FailFile(written.error());
   }
   const client::Tensor output = client::TakeFromWire(response->mutable_output());
@@ -166,7 +225,27 @@ int Run(const Globals& globals, const RunFlags& flags) {
     auto written = client::WriteNpy(flags.output, output.view());
     if (!written.ok()) return FailFile(written.error());
   }
+  if (!flags.maps.directory.empty()) {
+    const int code = DrawMaps(*client, flags, labels, cross, std::move(weights));
+    if (code != kOk) return code;
+  }
   return flags.compare.empty() ? kOk : Compare(output, wanted, flags.tolerance);
+}
+
+void AddMapOptions(CLI::App& run, RunFlags& flags) {
+  CLI::Option* maps =
+      run.add_option("--maps", flags.maps.directory, "Draw the weights of every head here, as PNG")
+          ->type_name("DIR");
+  run.add_option("--tokens", flags.maps.tokens, "Labels of the rows, one a line (UTF-8)")
+      ->needs(maps)
+      ->type_name("FILE");
+  run.add_option("--context_tokens", flags.maps.context_tokens, "Labels of the context's rows")
+      ->needs(maps)
+      ->type_name("FILE");
+  run.add_option("--heads", flags.heads, "Heads of --weights and --maps (default: all)")
+      ->delimiter(',')
+      ->check(NotNegative())
+      ->type_name("H,...");
 }
 
 }  // namespace
@@ -175,7 +254,14 @@ void AddRun(CLI::App& app, Globals& globals) {
   CLI::App* run = app.add_subcommand("run", "Compute attention over the rows of a .npy file");
   run->footer(
       "Files hold float32, float16 or bfloat16. A 2-D input is one sequence [tokens, d_model],\n"
-      "a 3-D one is [batch, tokens, d_model].");
+      "a 3-D one is [batch, tokens, d_model].\n"
+      "--maps writes layer-L.png, all heads on one colour scale, and layer-L-head-H.png, each on\n"
+      "its own; -sequence-S follows the layer where there are several. Grey is a weight of "
+      "exactly\n"
+      "0, as keys that a row may not see have. Above 2048 tokens (320 with all heads) a pixel is\n"
+      "the largest of several weights. Labels show ASCII and Latin letters, without accents; "
+      "other\n"
+      "characters are a box.");
   auto flags = std::make_shared<RunFlags>();
   run->add_option("--model", flags->model, "Model (default: the only one)")->type_name("NAME");
   run->add_option("--layer", flags->layer, "Layer, as `attend models` names it")
@@ -200,6 +286,7 @@ void AddRun(CLI::App& app, Globals& globals) {
       ->type_name("model|causal|bidirectional");
   run->add_option("--weights", flags->weights, "Write the attention weights [heads, rows, keys]")
       ->type_name("W.npy");
+  AddMapOptions(*run, *flags);
   run->add_option("--dtype", flags->dtype, "Type of the output (default: the input's)")
       ->transform(OneOf(kDTypes))
       ->type_name("f32|f16|bf16");
@@ -211,7 +298,12 @@ void AddRun(CLI::App& app, Globals& globals) {
       ->needs(compare)
       ->type_name("X")
       ->capture_default_str();
-  run->callback([&globals, flags] { globals.exit_code = Run(globals, *flags); });
+  run->callback([&globals, flags] {
+    if (!flags->heads.empty() && flags->weights.empty() && flags->maps.directory.empty()) {
+      throw CLI::RequiresError("--heads", "--weights or --maps");
+    }
+    globals.exit_code = Run(globals, *flags);
+  });
 }
 
 }  // namespace attend::cli

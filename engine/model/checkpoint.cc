@@ -79,6 +79,19 @@ absl::Status CheckValues(const std::string& name, const StoredTensor& tensor, Fi
   return absl::OkStatus();
 }
 
+const char* WeightName(WeightView LayerWeights::*weight) {
+  constexpr std::pair<WeightView LayerWeights::*, const char*> kNames[] = {
+      {&LayerWeights::q, "q"},           {&LayerWeights::k, "k"},
+      {&LayerWeights::v, "v"},           {&LayerWeights::o, "o"},
+      {&LayerWeights::q_bias, "q bias"}, {&LayerWeights::k_bias, "k bias"},
+      {&LayerWeights::v_bias, "v bias"}, {&LayerWeights::o_bias, "o bias"},
+      {&LayerWeights::q_norm, "q norm"}, {&LayerWeights::k_norm, "k norm"}};
+  for (const auto& [member, name] : kNames) {
+    if (member == weight) return name;
+  }
+  return "?";
+}
+
 // Points the parts of a stored tensor at the layer's weights.
 absl::Status Bind(const TensorUse& use, const std::string& name, const StoredTensor& tensor,
                   ModelLayer& layer) {
@@ -102,8 +115,10 @@ absl::Status Bind(const TensorUse& use, const std::string& name, const StoredTen
                   .columns = columns,
                   .row_stride = use.input_major ? 1 : columns,
                   .column_stride = use.input_major ? rows : 1};
+  UsedTensor& used = layer.tensors.emplace_back(UsedTensor{.name = name, .holds = {}});
   int64_t first_row = 0;
   for (const TensorPart& part : use.parts) {
+    used.holds.push_back(WeightName(part.target));
     view.data = tensor.bytes.data() + first_row * view.row_stride * DTypeBytes(dtype);
     view.rows = part.rows;
     layer.weights.*part.target = view;
@@ -165,7 +180,8 @@ absl::StatusOr<ModelLayer> LoadLayer(const LayerDescription& description, const 
                    .module = prefix + description.module,
                    .input_point = description.input_point,
                    .spec = description.spec,
-                   .weights = {}};
+                   .weights = {},
+                   .tensors = {}};
   if (layer.module.empty()) layer.module = "(root)";
   if (const absl::Status valid = Validate(layer.spec); !valid.ok()) {
     return absl::InvalidArgumentError(absl::StrCat("layer ", layer.name, ": ", valid.message()));
@@ -224,6 +240,11 @@ absl::StatusOr<Checkpoint> Load(const std::string& directory) {
 }
 
 }  // namespace
+
+DType KvDTypeOf(const Checkpoint& checkpoint, DType asked) {
+  if (asked != DType::kUnspecified) return asked;
+  return checkpoint.weight_dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
+}
 
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory) {
   absl::StatusOr<Checkpoint> checkpoint = Load(directory);

@@ -18,6 +18,12 @@ namespace attend {
 
 class MappedFile;
 
+// A stored tensor and what a layer takes from it, in the order it is stored.
+struct UsedTensor {
+  std::string name;
+  std::vector<std::string> holds;  // "q", "k bias", "q norm", ...
+};
+
 struct ModelLayer {
   std::string name;         // "3", "0.self", "decoder.0.cross": what requests name
   std::string module;       // module in the checkpoint, e.g. "model.layers.5.self_attn"
@@ -26,6 +32,7 @@ struct ModelLayer {
   LayerWeights weights;  // views into `files`
   DType weight_dtype = DType::kUnspecified;
   int64_t weight_bytes = 0;  // as stored
+  std::vector<UsedTensor> tensors;
 };
 
 struct Checkpoint {
@@ -36,6 +43,9 @@ struct Checkpoint {
   std::string fingerprint;                   // hash of config.json and of all attention weights
   std::vector<std::shared_ptr<MappedFile>> files;  // keeps the views valid
 };
+
+// What keys and values are kept in: `asked`, or what suits the weights when that is unspecified.
+DType KvDTypeOf(const Checkpoint& checkpoint, DType asked = DType::kUnspecified);
 
 // Reads `directory`. Errors are one line: what, where, and what is supported or expected.
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& directory);

@@ -18,10 +18,10 @@ using std::chrono::milliseconds;
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-constexpr Options kOptions = {.deadline = milliseconds(20000),
-                              .max_attempts = 3,
-                              .first_backoff = milliseconds(1),
-                              .max_backoff = milliseconds(2)};
+const Options kOptions = {.deadline = milliseconds(20000),
+                          .max_attempts = 3,
+                          .first_backoff = milliseconds(1),
+                          .max_backoff = milliseconds(2)};
 const std::vector<float> kRows = {1, 2, 3, 4};
 
 class AttendClientTest : public testing::Test {
@@ -141,6 +141,20 @@ TEST_F(AttendClientTest, StatelessCallsAreRepeatedAfterTransientErrors) {
   FailTimes(1, grpc::Status(grpc::CANCELLED, "shut down"));
   EXPECT_TRUE(AttendOnce(Connect()).ok());
   EXPECT_EQ(attends(), 3u);
+}
+
+TEST_F(AttendClientTest, RetriesAreReportedBeforeTheyAreMade) {
+  Options options = kOptions;
+  std::vector<std::string> reported;
+  options.on_retry = [&](const Error& error) {
+    reported.push_back(std::to_string(error.attempts) + " " + error.ToString());
+    EXPECT_EQ(attends(), reported.size());
+  };
+  const Client client = Connect(options);
+  FailTimes(9, StatusWithReason(grpc::UNAVAILABLE, v1::DRAINING));
+  EXPECT_FALSE(AttendOnce(client).ok());
+  EXPECT_THAT(reported,
+              ElementsAre("1 UNAVAILABLE DRAINING: DRAINING", "2 UNAVAILABLE DRAINING: DRAINING"));
 }
 
 TEST_F(AttendClientTest, AttemptsEndAtTheirLimit) {

@@ -3,13 +3,11 @@
 // The built binary `attend` against a scripted server: exit codes, messages, files.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <cstdio>
 #include <filesystem>
 
 #include "client/npy.h"
-#include "tests/client/fake_attention.h"
+#include "tests/client/cli_fixture.h"
 
 namespace attend::client {
 namespace {
@@ -19,57 +17,11 @@ using testing::HasSubstr;
 using testing::Not;
 using testing::StartsWith;
 
-struct Outcome {
-  int code = -1;
-  std::string text;  // standard output and error together
-};
-
-Outcome RunShell(const std::string& command) {
-  Outcome outcome;
-  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
-  if (pipe == nullptr) return outcome;
-  char buffer[4096];
-  for (size_t got; (got = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) {
-    outcome.text.append(buffer, got);
-  }
-  const int status = pclose(pipe);
-  if (WIFEXITED(status)) outcome.code = WEXITSTATUS(status);
-  return outcome;
-}
-
-class CliTest : public testing::Test {
- protected:
-  CliTest() : directory_(testing::TempDir() + "cli_test." + std::to_string(getpid())) {
-    std::filesystem::create_directories(directory_);
-    Write("x.npy", {1, 2, 3, 4});
-  }
-  ~CliTest() override { std::filesystem::remove_all(directory_); }
-
-  // Without a server: nothing may be sent.
-  Outcome RunAlone(const std::string& arguments) const {
-    return RunShell("cd " + directory_ + " && " ATTEND_BINARY_DIR "/bin/attend " + arguments);
-  }
-  Outcome Run(const std::string& arguments) const {
-    return RunAlone(arguments + " --server " + server_.address());
-  }
-  void Write(const std::string& name, const std::vector<float>& values) const {
-    const int64_t rows = static_cast<int64_t>(values.size()) / 2;
-    ASSERT_TRUE(WriteNpy(directory_ + "/" + name, {values, {rows, 2}}).ok());
-  }
-  std::string OpenSession() const {
-    const Outcome opened = Run("session open");
-    EXPECT_EQ(opened.code, 0) << opened.text;
-    return opened.text.substr(0, opened.text.find('\n'));
-  }
-
-  const std::string directory_;
-  FakeAttention server_;
-};
-
 TEST_F(CliTest, HelpIsAnAnswerAndNamesEverySubcommand) {
   const Outcome help = RunAlone("--help");
   EXPECT_EQ(help.code, 0);
-  for (const char* name : {"info", "models", "run", "session", "make-checkpoint", "--server"}) {
+  for (const char* name :
+       {"info", "models", "run", "session", "bench", "make-checkpoint", "inspect", "--server"}) {
     EXPECT_THAT(help.text, HasSubstr(name));
   }
   EXPECT_EQ(RunAlone("run --help").code, 0);
@@ -77,15 +29,30 @@ TEST_F(CliTest, HelpIsAnAnswerAndNamesEverySubcommand) {
 }
 
 TEST_F(CliTest, WrongUsageExitsWithTwoAndSaysWhereToLook) {
-  for (const char* arguments :
-       {"", "bench", "info --jsn", "run --layer 0", "run --input x.npy", "--timeout 0 info",
-        "run --layer 0 --input x.npy --position 3", "run --layer 0 --input x.npy --no-append",
-        "run --layer 0 --input x.npy --session s --rewind",
-        "run --layer 0 --input x.npy --mask diagonal", "run --layer 0 --input x.npy --dtype f64",
-        "run --layer 0 --input x.npy --tolerance 1", "session", "session show",
-        "session truncate s", "session truncate s --length -1",
-        "make-checkpoint --preset bert-base", "make-checkpoint --preset bert-huge --out d",
-        "make-checkpoint --preset bert-base --out d --layers 0"}) {
+  for (const char* arguments : {"",
+                                "benchmark",
+                                "info --jsn",
+                                "run --layer 0",
+                                "run --input x.npy",
+                                "--timeout 0 info",
+                                "run --layer 0 --input x.npy --position 3",
+                                "run --layer 0 --input x.npy --no-append",
+                                "run --layer 0 --input x.npy --session s --rewind",
+                                "run --layer 0 --input x.npy --mask diagonal",
+                                "run --layer 0 --input x.npy --dtype f64",
+                                "run --layer 0 --input x.npy --tolerance 1",
+                                "run --layer 0 --input x.npy --heads 1",
+                                "run --layer 0 --input x.npy --tokens t",
+                                "run --layer 0 --input x.npy --maps m --heads -1",
+                                "inspect",
+                                "inspect a b",
+                                "session",
+                                "session show",
+                                "session truncate s",
+                                "session truncate s --length -1",
+                                "make-checkpoint --preset bert-base",
+                                "make-checkpoint --preset bert-huge --out d",
+                                "make-checkpoint --preset bert-base --out d --layers 0"}) {
     const Outcome outcome = RunAlone(arguments);
     EXPECT_EQ(outcome.code, 2) << arguments << "\n" << outcome.text;
     EXPECT_THAT(outcome.text, AllOf(StartsWith("attend: "), HasSubstr("--help"))) << arguments;
@@ -96,7 +63,7 @@ TEST_F(CliTest, AnUnreachableServerIsARemoteError) {
   server_.Stop();
   const Outcome outcome = Run("info");
   EXPECT_EQ(outcome.code, 1);
-  EXPECT_THAT(outcome.text, StartsWith("attend: UNAVAILABLE"));
+  EXPECT_THAT(outcome.text, StartsWith("attend: UNAVAILABLE: server " + server_.address() + ": "));
 }
 
 TEST_F(CliTest, TheServerMayComeFromTheEnvironment) {

@@ -176,7 +176,18 @@ class FakeAttention final : public v1::Attention::Service {
     });
   }
 
+  // An F32 tensor.
+  static v1::Tensor Floats(const std::vector<int64_t>& shape, const std::vector<float>& values) {
+    v1::Tensor tensor;
+    tensor.set_dtype(v1::DTYPE_F32);
+    tensor.mutable_shape()->Assign(shape.begin(), shape.end());
+    tensor.set_data(values.data(), values.size() * sizeof(float));
+    return tensor;
+  }
+
   v1::ServerInfo info;  // set before a client connects
+  // What is answered to those who ask for weights: one tensor for each sequence.
+  std::vector<v1::Tensor> weights = {Floats({1, 1, 1}, {1})};
 
  private:
   template <typename Work>
@@ -223,10 +234,7 @@ class FakeAttention final : public v1::Attention::Service {
     *response->mutable_output() = request.hidden_states();
     if (request.has_raw()) *response->mutable_output() = request.raw().q();
     if (request.weights().mode() == v1::WeightsRequest::FULL) {
-      v1::Tensor* weights = response->add_weights()->mutable_weights();
-      weights->set_dtype(v1::DTYPE_F32);
-      for (int64_t dimension : {1, 1, 1}) weights->add_shape(dimension);
-      weights->set_data(std::string("\0\0\x80\x3f", 4));
+      for (const v1::Tensor& one : weights) *response->add_weights()->mutable_weights() = one;
     }
     return grpc::Status::OK;
   }

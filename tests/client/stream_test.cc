@@ -23,7 +23,8 @@ class StreamTest : public testing::Test {
     return *Client::Connect(server_.address(), {.deadline = milliseconds(20000),
                                                 .max_attempts = 3,
                                                 .first_backoff = milliseconds(1),
-                                                .max_backoff = milliseconds(2)});
+                                                .max_backoff = milliseconds(2),
+                                                .on_retry = [this](const Error&) { ++retries_; }});
   }
   static v1::AttendRequest Item(const std::string& id) {
     v1::AttendRequest request;
@@ -36,6 +37,7 @@ class StreamTest : public testing::Test {
   }
 
   FakeAttention server_;
+  int retries_ = 0;
 };
 
 TEST_F(StreamTest, AnswersComeInTheOrderOfTheItems) {
@@ -79,6 +81,7 @@ TEST_F(StreamTest, ADrainedStreamIsReopenedWithItsUnansweredItems) {
   ASSERT_TRUE(stream.Send(Item("c")).ok());
   EXPECT_EQ(IdOf(stream.Receive()), "b");
   EXPECT_EQ(IdOf(stream.Receive()), "c");
+  EXPECT_EQ(retries_, 1);
 }
 
 TEST_F(StreamTest, ALostStreamRepeatsOnlyItemsThatMayRunTwice) {

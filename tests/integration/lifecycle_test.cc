@@ -5,7 +5,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <sys/wait.h>
 
 #include <atomic>
 #include <filesystem>
@@ -15,6 +14,7 @@
 #include "grpc/reflection/v1/reflection.pb.h"
 #include "tests/integration/server_process.h"
 #include "tests/integration/wire_calls.h"
+#include "tests/support/shell.h"
 
 namespace attend {
 namespace {
@@ -44,22 +44,6 @@ std::vector<std::string> ManyModels(int count) {
   for (int i = 0; i < count; ++i)
     flags.push_back(GoldenModelFlag("gpt2", std::string("m").append(std::to_string(i))));
   return flags;
-}
-
-struct Outcome {
-  int code = -1;
-  std::string text;  // standard output and error together
-};
-Outcome RunShell(const std::string& command) {
-  Outcome outcome;
-  FILE* pipe = popen((command + " 2>&1").c_str(), "r");
-  if (pipe == nullptr) return outcome;
-  char buffer[4096];
-  for (size_t got; (got = fread(buffer, 1, sizeof(buffer), pipe)) > 0;)
-    outcome.text.append(buffer, got);
-  const int status = pclose(pipe);
-  if (WIFEXITED(status)) outcome.code = WEXITSTATUS(status);
-  return outcome;
 }
 
 using ByteStream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
@@ -159,7 +143,8 @@ TEST(LifecycleTest, NoAcceptedRequestIsLostWhenTheServerStopsUnderLoad) {
         }
         // Refused before it ran, or no server any more.
         const bool refused = reply.error.reason == v1::DRAINING;
-        const bool gone = reply.error.message.find("onnect") != std::string::npos;
+        const bool gone = reply.error.message.find("onnect") != std::string::npos ||
+                          reply.error.message.find("Socket closed") != std::string::npos;
         if (reply.error.code != grpc::UNAVAILABLE || !(refused || gone)) {
           ++unexplained;
           ADD_FAILURE() << reply.error.ToString();
@@ -217,6 +202,33 @@ TEST(LifecycleTest, AnOpenSessionHoldsTheDrainUntilItsLimitAndASecondSignalEndsI
   ASSERT_TRUE(server.WaitForLog(" draining "));
   server.Signal(SIGTERM);
   EXPECT_EQ(server.WaitForExit(kSoon), 1);
+}
+
+// CANCELLED is what callers see who gave up; gRPC's own shutdown answers it to calls that cross
+// with it.
+TEST(LifecycleTest, TheEndOfADrainIsUnavailableToThoseWhoStillCall) {
+  for (int round = 0; round < 3; ++round) {
+    ServerProcess server(Flags({"--drain_limit=1"}));
+    ASSERT_TRUE(server.WaitForServing()) << server.log();
+    const std::string session = WireClient(server.address()).Open({}).value.id();
+    std::vector<std::thread> callers;
+    for (int c = 0; c < 8; ++c) {
+      callers.emplace_back([&, wire = WireClient(server.address())] {
+        const auto last = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+        int refused = 0;
+        while (refused < 3 && std::chrono::steady_clock::now() < last) {
+          const Reply<v1::Session> reply = wire.Get(session);
+          if (reply.ok()) continue;
+          ++refused;
+          EXPECT_EQ(reply.error.code, grpc::UNAVAILABLE) << reply.error.ToString();
+        }
+        EXPECT_EQ(refused, 3);
+      });
+    }
+    server.Signal(SIGTERM);
+    EXPECT_EQ(server.WaitForExit(), 0);
+    for (std::thread& caller : callers) caller.join();
+  }
 }
 
 TEST(LifecycleTest, AWrongFlagCheckpointOrPortIsOneLineAndExitTwo) {
