@@ -1,19 +1,35 @@
-# attend-server and the attend command line on Debian 12.
+# attend-server and the attend command line on Debian 12, about 155 MB:
 #
 #   docker build -t attend .
 #   docker run -p 50051:50051 -p 9464:9464 -v /models/bert:/models/bert:ro attend --model=bert=/models/bert
 #
 # Every flag can also be given as ATTEND_<FLAG>. Nothing is written to disk: a read-only root works.
-FROM debian:bookworm-slim AS build
+#
+# Build arguments: DEVICE is cpu or cuda, refused where the sources have no such engine. The bases may be any
+# images of Debian 12, e.g. pinned by digest; for cuda the first needs the CUDA Toolkit, the second its libraries.
+ARG BUILD_BASE=debian:bookworm-slim
+ARG RUNTIME_BASE=debian:bookworm-slim
+
+FROM ${BUILD_BASE} AS build
 WORKDIR /src
 COPY deploy/install-dependencies.sh deploy/
 RUN deploy/install-dependencies.sh
 COPY . .
-RUN cmake -S . -B /build -G Ninja -DCMAKE_BUILD_TYPE=Release -DATTEND_TESTS=OFF \
- && ninja -C /build attend_server attend_cli \
- && strip /build/bin/attend-server /build/bin/attend
+ARG DEVICE=cpu
+# As in a checkout, the build lies in the sources: with paths relative to them, ccache knows again what was
+# compiled elsewhere.
+RUN --mount=type=cache,id=ccache,target=/root/.cache/ccache \
+    case "$DEVICE" in \
+      cpu) cuda=OFF ;; \
+      cuda) cuda=ON ;; \
+      *) echo "DEVICE is '$DEVICE' (allowed: cpu, cuda)" >&2; exit 2 ;; \
+    esac \
+ && export CCACHE_BASEDIR=/src \
+ && cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DATTEND_TESTS=OFF -DATTEND_CUDA="$cuda" \
+ && ninja -C build attend_server attend_cli \
+ && strip build/bin/attend-server build/bin/attend
 
-FROM debian:bookworm-slim
+FROM ${RUNTIME_BASE}
 LABEL org.opencontainers.image.title="attend" \
       org.opencontainers.image.description="Attention inference over gRPC: batching, sessions, Prometheus metrics" \
       org.opencontainers.image.version="0.1.0" \
@@ -21,9 +37,10 @@ LABEL org.opencontainers.image.title="attend" \
       org.opencontainers.image.base.name="debian:bookworm-slim"
 COPY deploy/install-dependencies.sh /tmp/
 RUN /tmp/install-dependencies.sh --runtime \
+ && apt-get clean \
  && rm -rf /tmp/install-dependencies.sh /var/lib/apt/lists/* \
- && useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin attend
-COPY --from=build /build/bin/attend-server /build/bin/attend /usr/local/bin/
+ && useradd --uid 10001 --user-group --no-create-home --no-log-init --shell /usr/sbin/nologin attend
+COPY --from=build /src/build/bin/attend-server /src/build/bin/attend /usr/local/bin/
 USER 10001:10001
 # A container's loopback reaches nobody: both listeners take every address. There is no TLS, so the network
 # around the container must be trusted or a proxy must end TLS in front of it.

@@ -469,6 +469,10 @@ void CallMetrics::RequestFinished(const Method& method, const RequestEnd& end) {
   state_.in_flight.fetch_sub(1);
 }
 
+void CallMetrics::Refused(const Method& method, const absl::Status& status) {
+  if (Counts(method)) metrics_.Rejected(ReasonOf(status));
+}
+
 void CallMetrics::RequestSent(const Method& method, std::chrono::microseconds send) {
   if (!Counts(method)) return;
   metrics_.PhaseTook(Phase::kSend, static_cast<double>(send.count()) * 1e-6);

@@ -67,6 +67,7 @@ class CallMetrics : public CallObserver {
   CallMetrics(Metrics& metrics, ServerState& state) : metrics_(metrics), state_(state) {}
   void RequestStarted(const Method& method) override;
   void RequestFinished(const Method& method, const RequestEnd& end) override;
+  void Refused(const Method& method, const absl::Status& status) override;
   void RequestSent(const Method& method, std::chrono::microseconds send) override;
   void StreamOpened(const Method& method) override;
   void StreamClosed(const Method& method) override;

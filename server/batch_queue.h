@@ -50,8 +50,8 @@ class BatchQueue {
   bool Pinned(const std::string& session_id) const { return sessions_.contains(session_id); }
 
   const std::list<TaskId>& waiting() const { return waiting_; }
+  int64_t waiting_tokens() const { return waiting_tokens_; }
   size_t size() const { return tasks_.size(); }  // waiting and running
-  int64_t tokens() const { return tokens_; }     // of them
 
  private:
   struct Use {
@@ -63,7 +63,7 @@ class BatchQueue {
   std::unordered_map<TaskId, TaskFacts> tasks_;
   std::list<TaskId> waiting_;
   std::unordered_map<std::string, std::deque<Use>> sessions_;  // in arrival order
-  int64_t tokens_ = 0;
+  int64_t waiting_tokens_ = 0;
 };
 
 }  // namespace attend

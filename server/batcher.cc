@@ -98,7 +98,7 @@ BatcherStats Batcher::Stats() const {
   BatcherStats stats = stats_;
   stats.running_requests = static_cast<int64_t>(running_);
   stats.queue_requests = static_cast<int64_t>(queue_.size() - running_);
-  stats.queue_tokens = queue_.tokens();
+  stats.queue_tokens = queue_.waiting_tokens();
   return stats;
 }
 

@@ -34,8 +34,12 @@ struct Answer {
   std::string body = {};
 };
 
+// A comment of Prometheus's text format: a scraper of /readyz takes the answer as a page without
+// series, so its `up` is 1 when ready and 0 when not.
+constexpr const char* kHealthy = "# ok\n";
+
 Answer HealthAnswer(const absl::Status& status) {
-  if (status.ok()) return {.body = "ok\n"};
+  if (status.ok()) return {.body = kHealthy};
   return {.status = "503 Service Unavailable", .body = std::string(status.message()) + "\n"};
 }
 

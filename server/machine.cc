@@ -2,18 +2,22 @@
 #include "server/machine.h"
 
 #include <dirent.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sched.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cctype>
-#include <charconv>
 #include <cmath>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <optional>
 #include <sstream>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -26,6 +30,19 @@ std::string ReadText(const std::string& path) {
   std::ostringstream text;
   text << file.rdbuf();
   return text.str();
+}
+
+// File descriptors of this process, without the one that reads them.
+std::vector<int> OpenDescriptors() {
+  std::vector<int> descriptors;
+  DIR* const directory = opendir("/proc/self/fd");
+  if (directory == nullptr) return descriptors;
+  while (const dirent* entry = readdir(directory)) {
+    const int fd = std::atoi(entry->d_name);
+    if (entry->d_name[0] != '.' && fd != dirfd(directory)) descriptors.push_back(fd);
+  }
+  closedir(directory);
+  return descriptors;
 }
 
 std::optional<int64_t> ReadInteger(const std::string& path) {
@@ -213,38 +230,29 @@ ProcessUsage ReadProcessUsage() {
       usage.start_seconds = std::strtod(line.c_str() + 6, nullptr) + field(22) / ticks;
     }
   }
-  if (DIR* directory = opendir("/proc/self/fd")) {
-    while (const dirent* entry = readdir(directory)) usage.open_fds += entry->d_name[0] != '.';
-    closedir(directory);
-    --usage.open_fds;  // the one that reads the folder
-  }
+  usage.open_fds = static_cast<int64_t>(OpenDescriptors().size());
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) == 0) usage.max_fds = static_cast<int64_t>(limit.rlim_cur);
   return usage;
 }
 
-int64_t CountConnections(std::string_view tcp_table, std::span<const int> ports) {
-  // "  0: 0100007F:C383 0100007F:9D2A 01 ...": local and remote address:port in hex, then the
-  // state.
-  constexpr std::string_view kEstablished = "01";
+int64_t CountConnections(std::span<const int> ports) {
   int64_t count = 0;
-  std::istringstream lines{std::string(tcp_table)};
-  for (std::string line; std::getline(lines, line);) {
-    std::istringstream words(line);
-    std::string slot, local, remote, state;
-    if (!(words >> slot >> local >> remote >> state) || state != kEstablished) continue;
-    const size_t colon = local.rfind(':');
-    if (colon == std::string::npos) continue;
-    int port = 0;
-    std::from_chars(local.data() + colon + 1, local.data() + local.size(), port, 16);
-    count += std::find(ports.begin(), ports.end(), port) != ports.end();
+  for (const int fd : OpenDescriptors()) {
+    // Calls on what is no TCP socket, or is closed by now, fail.
+    tcp_info info{};
+    socklen_t info_size = sizeof(info);
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &info_size) != 0) continue;
+    sockaddr_storage local{};
+    socklen_t local_size = sizeof(local);
+    if (getsockname(fd, reinterpret_cast<sockaddr*>(&local), &local_size) != 0) continue;
+    const int port =
+        ntohs(local.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(local).sin6_port
+                                          : reinterpret_cast<const sockaddr_in&>(local).sin_port);
+    count += info.tcpi_state == TCP_ESTABLISHED &&
+             std::find(ports.begin(), ports.end(), port) != ports.end();
   }
   return count;
-}
-
-int64_t CountConnections(std::span<const int> ports) {
-  return CountConnections(ReadText("/proc/self/net/tcp"), ports) +
-         CountConnections(ReadText("/proc/self/net/tcp6"), ports);
 }
 
 }  // namespace attend

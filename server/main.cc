@@ -71,7 +71,6 @@ int main(int argc, char** argv) {
     _exit(2);  // the signal thread may hold references
   }
   server->Run();
-  server.reset();
   std::fflush(stderr);
-  _exit(0);
+  _exit(0);  // without destructors: connections must end with the process, see Server::Drain
 }

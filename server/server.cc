@@ -21,6 +21,8 @@ constexpr int64_t kTickMs = 200;
 constexpr int64_t kDrainTickMs = 20;
 // Time for the last answers to leave when the drain limit is reached.
 constexpr std::chrono::seconds kLastAnswers{2};
+// Time for answers that were given to gRPC to reach the kernel; usually microseconds.
+constexpr milliseconds kLastWrites{100};
 // Two queue threads serve small machines best; more help only where compute does not own the cores.
 constexpr int64_t kCoresPerQueueThread = 4;
 
@@ -41,11 +43,7 @@ int64_t ActivationBytes(const AttentionSpec& spec) {
 
 int64_t KvBytesPerToken(const Options& options, const Checkpoint& checkpoint,
                         const AttentionSpec& spec) {
-  DType dtype = options.kv_dtype;
-  if (dtype == DType::kUnspecified) {
-    dtype = checkpoint.weight_dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
-  }
-  return GeometryOf(spec, dtype).TokenBytes();
+  return GeometryOf(spec, KvDTypeOf(checkpoint, options.kv_dtype)).TokenBytes();
 }
 
 }  // namespace
@@ -366,9 +364,12 @@ void Server::Drain() {
   const int64_t lost = batcher_->Stats().runtime.sessions_open;
   const absl::Status reason =
       MakeError(absl::StatusCode::kUnavailable, {.reason = Reason::kDraining}, "the server stops");
-  dispatcher_->Shutdown(system_clock::now() + kLastAnswers);
+  dispatcher_->Refuse(system_clock::now() + kLastAnswers);
   batcher_->Stop(reason);
-  dispatcher_->Stop();
+  // No gRPC shutdown: to calls that cross with it, it answers CANCELLED, as if their callers had
+  // given up. Until the process ends they are refused, then the kernel closes the connections,
+  // which clients and balancers take as UNAVAILABLE.
+  std::this_thread::sleep_for(kLastWrites);
   logger_.Write(LogLevel::kInfo, "stopped", {{"sessions_lost", lost}});
 }
 

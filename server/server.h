@@ -52,7 +52,8 @@ class Server {
   // answered STARTING until the last layer is packed. Errors are start-up errors: one line, exit 2.
   absl::Status Start();
 
-  // Serves until RequestStop, then drains. Called by one thread after Start.
+  // Serves until RequestStop, then drains. Called by one thread after Start. New calls are refused
+  // from then on; the owner ends the process.
   void Run();
 
   // True until the first call can be served: a stop needs no drain. Any thread.

@@ -167,8 +167,11 @@ TEST(TidyTest, FilesFitOnAFewScreens) {
 
 TEST(TidyTest, SourcesNameTheirLicenceFirst) {
   for (const std::string& path : Files()) {
-    if (!IsSource(path) && !path.ends_with(".proto")) continue;
-    EXPECT_TRUE(Read(kRoot / path).starts_with("// SPDX-License-Identifier: Apache-2.0\n")) << path;
+    const bool python = path.ends_with(".py");
+    if (!IsSource(path) && !path.ends_with(".proto") && !python) continue;
+    const std::string comment = python ? "#" : "//";
+    EXPECT_TRUE(Read(kRoot / path).starts_with(comment + " SPDX-License-Identifier: Apache-2.0\n"))
+        << path;
   }
 }
 
@@ -256,10 +259,10 @@ TEST(TidyTest, EverySourceIsBuilt) {
 }
 
 TEST(TidyTest, EveryTestIsRegistered) {
-  const auto tested = FilesNamedInCMake(std::regex("attend_test\\([^)]*\\)"));
-  for (const std::string& path : Sources()) {
-    if (!path.ends_with("_test.cc")) continue;
-    EXPECT_TRUE(tested.contains(path)) << path << " is in no attend_test()";
+  const auto tested = FilesNamedInCMake(std::regex("attend_(python_)?test\\([^)]*\\)"));
+  for (const std::string& path : Files()) {
+    if (!path.ends_with("_test.cc") && !path.ends_with("_test.py")) continue;
+    EXPECT_TRUE(tested.contains(path)) << path << " is in no attend_test(), attend_python_test()";
   }
 }
 

@@ -128,7 +128,7 @@ void Call::OnHeaders() {
 
   if (!method_->streaming()) observer_.RequestStarted(*method_);
   absl::Status admitted =
-      dispatcher_.shut_down() ? dispatcher_.ShutdownStatus() : method_->Admit(*this);
+      dispatcher_.refusing() ? dispatcher_.ShutdownStatus() : method_->Admit(*this);
   if (admitted.ok() && method_->streaming()) {
     observer_.StreamOpened(*method_);
     if (!queue_->AddStream(shared_from_this())) {
@@ -136,6 +136,7 @@ void Call::OnHeaders() {
       admitted = dispatcher_.ShutdownStatus();
     }
   }
+  if (!admitted.ok()) observer_.Refused(*method_, admitted);
   const std::lock_guard lock(mutex_);
   admitted_ = admitted.ok();
   if (admitted_) return Advance();

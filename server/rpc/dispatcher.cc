@@ -32,9 +32,8 @@ constexpr int kKeepaliveTimeoutMs = 20'000;
 constexpr int kMinPingIntervalMs = 10'000;
 constexpr int kHandshakeTimeoutMs = 10'000;
 
-// A shutdown looks this often whether the calls are over, then gives connections time to see it.
+// A shutdown looks this often whether the calls are over.
 constexpr std::chrono::milliseconds kLookEvery{5};
-constexpr std::chrono::milliseconds kIdleConnections{100};
 
 class UnknownMethod : public Method {
  public:
@@ -159,21 +158,25 @@ std::vector<std::shared_ptr<Call>> Dispatcher::Streams() const {
   return streams;
 }
 
-void Dispatcher::Shutdown(std::chrono::system_clock::time_point deadline) {
-  if (shut_down_.exchange(true)) return;
+void Dispatcher::Refuse(std::chrono::system_clock::time_point deadline) {
+  if (refusing_.exchange(true)) return;
   for (const std::shared_ptr<CallQueue>& queue : queues_) queue->RefuseStreams();
   for (const std::shared_ptr<Call>& stream : Streams()) stream->EndStream(ShutdownStatus());
-  if (server_ == nullptr) return;
-  // gRPC waits for idle connections too, and a client that makes no call may never look at its own:
-  // only calls are worth the time until `deadline`.
-  using std::chrono::system_clock;
   const auto running = [](const std::shared_ptr<CallQueue>& queue) {
     return queue->running_calls.load() > 0;
   };
-  while (std::ranges::any_of(queues_, running) && system_clock::now() < deadline) {
+  while (std::ranges::any_of(queues_, running) && std::chrono::system_clock::now() < deadline) {
     std::this_thread::sleep_for(kLookEvery);
   }
-  server_->Shutdown(std::min(deadline, system_clock::now() + kIdleConnections));
+}
+
+void Dispatcher::Shutdown(std::chrono::system_clock::time_point deadline) {
+  Refuse(deadline);
+  // gRPC waits for idle connections, which deserve no time: a client that makes no call may never
+  // look at its own.
+  if (server_ != nullptr && !std::exchange(shut_down_, true)) {
+    server_->Shutdown(std::chrono::system_clock::now());
+  }
 }
 
 void Dispatcher::Stop() {

@@ -64,11 +64,14 @@ class Dispatcher {
   // Thread-safe.
   std::vector<std::shared_ptr<Call>> Streams() const;
 
-  // Ends all streams with UNAVAILABLE, takes no new calls, waits until the running ones are
-  // answered, and cancels those that are not at `deadline`. Idle connections don't hold it. Not on
-  // a queue thread. The owner then stops whatever still answers calls, then calls Stop.
+  // Ends all streams and from now on all new calls with UNAVAILABLE, and waits until the running
+  // ones are answered or `deadline` is there. Not on a queue thread.
+  void Refuse(std::chrono::system_clock::time_point deadline);
+  // Refuse, then ends all connections; calls without an answer are cancelled, and so may be those
+  // that arrive just now. Not on a queue thread. The owner then stops whatever still answers calls,
+  // then calls Stop.
   void Shutdown(std::chrono::system_clock::time_point deadline);
-  // Ends the queues and joins their threads; answers given later are only counted. Both are
+  // Ends the queues and joins their threads; answers given later are only counted. All three are
   // idempotent, and called from one thread.
   void Stop();
 
@@ -88,7 +91,7 @@ class Dispatcher {
   Method& MethodFor(std::string_view path);
   void PostCall(const std::shared_ptr<CallQueue>& queue);
   static absl::Status ShutdownStatus();
-  bool shut_down() const { return shut_down_.load(); }
+  bool refusing() const { return refusing_.load(); }
 
   const MethodTable methods_;
   CallObserver& observer_;
@@ -101,7 +104,8 @@ class Dispatcher {
   std::vector<std::thread> threads_;
   std::vector<std::string> addresses_;
   int port_ = 0;
-  std::atomic<bool> shut_down_{false};
+  std::atomic<bool> refusing_{false};
+  bool shut_down_ = false;
   bool stopped_ = false;
 };
 

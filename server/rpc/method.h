@@ -85,6 +85,8 @@ class CallObserver {
   virtual ~CallObserver() = default;
   virtual void RequestStarted(const Method&) {}
   virtual void RequestFinished(const Method&, const RequestEnd&) {}
+  // A call was answered on its headers; a unary one has a RequestFinished as well.
+  virtual void Refused(const Method&, const absl::Status&) {}
   // gRPC has taken the answer for the wire; `send` is the time since it was given. Not called for
   // answers that could not be sent.
   virtual void RequestSent(const Method&, std::chrono::microseconds /*send*/) {}

@@ -146,20 +146,24 @@ TEST_F(SmallQueueMetricsTest, CountsEveryEndingUnderItsOwnCodeOnce) {
       wire_->SendBytes("/attend.v1.Attention/Attend", {std::string(4200000, 'x')}).error.reason,
       v1::TOO_LARGE);
   EXPECT_EQ(wire_->SendBytes("/attend.v1.Attention/Nope", {""}).error.code, grpc::UNIMPLEMENTED);
+  // Refused on its headers, before a message was read.
+  EXPECT_EQ(wire_->Attend(Rows(3), {.metadata = {{"attend-bytes", "90000000"}}}).error.reason,
+            v1::TOO_LARGE);
 
   EXPECT_EQ(WhatIsLeft(server_), "");
   growth.Look();
   EXPECT_EQ(count("OK"), 1);
-  EXPECT_EQ(count("INVALID_ARGUMENT"), 2);  // the message above message_bytes, too
+  EXPECT_EQ(count("INVALID_ARGUMENT"), 3);  // both above message_bytes, too
   EXPECT_EQ(count("NOT_FOUND"), 20);
   EXPECT_EQ(count("RESOURCE_EXHAUSTED"), 2);
   EXPECT_EQ(growth["attend_requests_total{code=\"UNIMPLEMENTED\",method=\"other\"}"], 1);
   EXPECT_EQ(growth["attend_rejected_total{reason=\"QUEUE_FULL\"}"], 1);
   EXPECT_EQ(growth["attend_rejected_total{reason=\"KV_EXHAUSTED\"}"], 1);
   EXPECT_EQ(growth["attend_rejected_total{reason=\"UNKNOWN_MODEL\"}"], 20);
-  EXPECT_EQ(growth["attend_rejected_total{reason=\"TOO_LARGE\"}"], 1);
-  // The 20 unknown names and the call that was given up before its message told a model.
-  EXPECT_EQ(growth["attend_request_seconds_count{method=\"Attend\",model=\"none\"}"], 21);
+  EXPECT_EQ(growth["attend_rejected_total{reason=\"TOO_LARGE\"}"], 2);
+  EXPECT_EQ(growth["attend_rejected_total{reason=\"UNSUPPORTED\"}"], 1);
+  // The 20 unknown names, and the calls that ended before a message told a model.
+  EXPECT_EQ(growth["attend_request_seconds_count{method=\"Attend\",model=\"none\"}"], 22);
   EXPECT_EQ(growth["attend_cancelled_total{stage=\"receive\"}"], 1);
   EXPECT_EQ(server_.Get("/metrics").find("nope"), std::string::npos);
 }

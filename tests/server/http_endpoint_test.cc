@@ -110,6 +110,13 @@ TEST_F(HttpEndpointTest, HealthAndReadinessAreSeparate) {
   EXPECT_THAT(Ask(port(), "GET", "/readyz"), StartsWith("HTTP/1.1 200 OK\r\n"));
 }
 
+TEST_F(HttpEndpointTest, ReadinessCanBeScrapedAsAPageWithoutSeries) {
+  ready_ = true;
+  const std::string answer = Ask(port(), "GET", "/readyz");
+  EXPECT_THAT(answer, HasSubstr("Content-Type: text/plain"));
+  EXPECT_THAT(answer, EndsWith("\r\n\r\n# ok\n"));
+}
+
 TEST_F(HttpEndpointTest, OtherPathsAndMethodsAreRefused) {
   for (const char* path : {"/", "/metrics/", "/metricsx", "/../etc/passwd", "/healthz/x"}) {
     EXPECT_THAT(Ask(port(), "GET", path), StartsWith("HTTP/1.1 404 ")) << path;

@@ -2,6 +2,7 @@
 #include "server/machine.h"
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <regex>
+#include <vector>
 
 namespace attend {
 namespace {
@@ -125,18 +127,59 @@ TEST_F(MachineTest, TheRealMachineGivesUsableNumbers) {
   EXPECT_TRUE(std::regex_match(machine.host_name, std::regex("[A-Za-z0-9._-]{1,128}")));
 }
 
-TEST(ConnectionsTest, OnlyEstablishedOnesOnOurPortsCount) {
-  const std::string table =
-      "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt\n"
-      "   0: 0100007F:C383 00000000:0000 0A 00000000:00000000 00:00000000 00000000\n"  // listens
-      "   1: 0100007F:C383 0100007F:9D2A 01 00000000:00000000 00:00000000 00000000\n"  // ours
-      "   2: 0100007F:9D2A 0100007F:C383 01 00000000:00000000 00:00000000 00000000\n"  // client's
-      "   3: 0100007F:C383 0100007F:9D2C 06 00000000:00000000 00:00000000 00000000\n"  // TIME_WAIT
-      "   4: 00000000000000000000000001000000:0050 00000000000000000000000001000000:9D2E 01 0\n";
-  EXPECT_EQ(CountConnections(table, std::array{0xC383}), 1);
-  EXPECT_EQ(CountConnections(table, std::array{0xC383, 80}), 2);
-  EXPECT_EQ(CountConnections(table, std::array{81}), 0);
-  EXPECT_EQ(CountConnections("", std::array{80}), 0);
+// A socket on loopback; a port of 0 takes a free one.
+class Socket {
+ public:
+  explicit Socket(int fd) : fd_(fd) { EXPECT_GE(fd, 0); }
+  ~Socket() { close(fd_); }
+  Socket(const Socket&) = delete;
+  Socket& operator=(const Socket&) = delete;
+
+  static sockaddr_in Loopback(int port) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<uint16_t>(port));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    return address;
+  }
+  int port() const {
+    sockaddr_in address{};
+    socklen_t size = sizeof(address);
+    EXPECT_EQ(getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &size), 0);
+    return ntohs(address.sin_port);
+  }
+  int fd() const { return fd_; }
+
+ private:
+  const int fd_;
+};
+
+TEST(ConnectionsTest, OnlyAcceptedAndEstablishedOnesOnOurPortsCount) {
+  const Socket listener(socket(AF_INET, SOCK_STREAM, 0));
+  sockaddr_in address = Socket::Loopback(0);
+  ASSERT_EQ(bind(listener.fd(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  ASSERT_EQ(listen(listener.fd(), 4), 0);
+  const int port = listener.port();
+  EXPECT_EQ(CountConnections(std::array{port}), 0);  // it listens
+
+  address = Socket::Loopback(port);
+  const Socket first(socket(AF_INET, SOCK_STREAM, 0));
+  ASSERT_EQ(connect(first.fd(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  const Socket first_accepted(accept(listener.fd(), nullptr, nullptr));
+  EXPECT_EQ(CountConnections(std::array{port}), 1);  // the client's end has another port
+  EXPECT_EQ(CountConnections(std::array{first.port(), port}), 2);
+  EXPECT_EQ(CountConnections(std::vector<int>{}), 0);
+
+  const Socket second(socket(AF_INET, SOCK_STREAM, 0));
+  ASSERT_EQ(connect(second.fd(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  EXPECT_EQ(CountConnections(std::array{port}), 1);  // nobody accepted it
+  const Socket second_accepted(accept(listener.fd(), nullptr, nullptr));
+  EXPECT_EQ(CountConnections(std::array{port}), 2);
+
+  shutdown(first.fd(), SHUT_WR);
+  char byte = 0;
+  ASSERT_EQ(recv(first_accepted.fd(), &byte, 1, 0), 0);  // now it is half closed
+  EXPECT_EQ(CountConnections(std::array{port}), 1);
 }
 
 TEST(ProcessUsageTest, TheNumbersAreThoseOfALivingProcess) {

@@ -86,17 +86,20 @@ class Process:
 class Server(Process):
     """attend-server on loopback; ready to answer when constructed unless wait=False.
 
-    `flags` win over small defaults: free ports, 64 MiB of cache, two threads.
+    `flags` win over small defaults: free ports, 64 MiB of cache, two threads. `ports` (gRPC, HTTP) are for one
+    that comes back at its address.
     """
 
-    def __init__(self, directory, *flags, replica="replica-0", wait=True):
+    def __init__(self, directory, *flags, replica="replica-0", ports=(0, 0), wait=True):
         self.replica = replica
         log = pathlib.Path(directory) / f"server-{replica}-{time.monotonic_ns()}.log"
-        super().__init__([BIN / "attend-server", "--listen=127.0.0.1:0", "--metrics_listen=127.0.0.1:0",
-                          "--kv_bytes=64MiB", "--threads=2", f"--replica_id={replica}", *flags], log)
+        super().__init__([BIN / "attend-server", f"--listen=127.0.0.1:{ports[0]}",
+                          f"--metrics_listen=127.0.0.1:{ports[1]}",
+                          f"--replica_id={replica}", *flags], log,
+                         env={"ATTEND_KV_BYTES": "64MiB", "ATTEND_THREADS": "2"})
         try:
-            ports = self.wait_for_log(r" listening grpc=(\S+) .*http=(\S+)")
-            self.address, self.http = ports[1].split(",")[0], ports[2]
+            opened = self.wait_for_log(r" listening grpc=(\S+) .*http=(\S+)")
+            self.address, self.http = opened[1].split(",")[0], opened[2]
             if wait:
                 self.wait_for_log(r" serving ")
         except BaseException:

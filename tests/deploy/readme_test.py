@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README.md does what it says: its ```sh blocks run, in their order, in one bash from the project's root, and its
+```python blocks with the Python that a block before them made. What can't run here is a ```console block, and
+CONSOLE says why. Uses the server's default ports, so nothing else may serve there.
+"""
+import re
+import socket
+import subprocess
+
+import pytest
+
+from support.servers import ROOT
+
+# First words of commands in ```console blocks, and why they are not run.
+CONSOLE = {
+    "tests/run.sh": "runs this very test",
+    "grpcurl": "is in no Debian package; tests/integration asks the reflection it uses",
+    "docker": "needs a Docker engine; container_test.py builds and runs the same Dockerfile",
+    "kubectl": "needs a cluster; kubernetes_test.py renders and checks what it would apply",
+}
+# Servers, their HTTP, the balancers' own, nginx's gates, Prometheus.
+PORTS = (*range(50050, 50054), *range(9464, 9467), *range(9564, 9567), 9090)
+
+
+def blocks(text):
+    """(language, body, line number) of each fenced block."""
+    found = []
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        found.append((match[1], match[2], text.count("\n", 0, match.start()) + 1))
+    return found
+
+
+README = (ROOT / "README.md").read_text()
+
+
+def script():
+    """All blocks that run, as one bash script that says where it is."""
+    lines = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
+    for language, body, number in blocks(README):
+        if language == "sh":
+            lines += [f"echo '== README.md:{number}'", body]
+        elif language == "python":
+            lines += [f"echo '== README.md:{number}'", "build/python/bin/python - <<'END_OF_BLOCK'", body, "END_OF_BLOCK"]
+    return "\n".join(lines)
+
+
+def test_every_command_that_is_not_run_has_a_reason():
+    for language, body, number in blocks(README):
+        assert language in ("sh", "python", "console", "cmake", "text"), f"README.md:{number}: ```{language}"
+        if language == "console":
+            for command in re.findall(r"^\$ (\S+)", body, re.MULTILINE):
+                assert command in CONSOLE, f"README.md:{number}: {command} is not run and has no reason"
+
+
+def test_indented_blocks_hide_no_commands():
+    """Commands stand in fenced blocks, or nothing would run them."""
+    prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^    \S*(?:bin/|deploy/|tests/|docker |kubectl |pip |curl ).*$", prose, re.MULTILINE)
+
+
+def test_commands_of_the_readme_run():
+    for port in PORTS:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is taken; the README's commands need it"
+    ran = subprocess.run(["bash", "-c", script()], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, errors="replace", timeout=1500, check=False)
+    print(ran.stdout[-20000:])
+    assert ran.returncode == 0, "the block after the last '== README.md:LINE' failed"
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#][^)]*)\)", README))))
+def test_links_lead_somewhere(link):
+    path, _, anchor = link.partition("#")
+    assert (ROOT / path).exists(), path
+
+
+def anchors():
+    """The anchors that headings get on the usual hosts: lower case, spaces to dashes, punctuation dropped."""
+    prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+            for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)]
+
+
+def test_anchors_are_there():
+    for anchor in re.findall(r"\]\(#([^)]*)\)", README):
+        assert anchor in anchors(), anchor
