@@ -30,11 +30,12 @@ RUN --mount=type=cache,id=ccache,target=/root/.cache/ccache \
  && strip build/bin/attend-server build/bin/attend
 
 FROM ${RUNTIME_BASE}
+ARG RUNTIME_BASE
 LABEL org.opencontainers.image.title="attend" \
       org.opencontainers.image.description="Attention inference over gRPC: batching, sessions, Prometheus metrics" \
       org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.base.name="debian:bookworm-slim"
+      org.opencontainers.image.base.name="${RUNTIME_BASE}"
 COPY deploy/install-dependencies.sh /tmp/
 RUN /tmp/install-dependencies.sh --runtime \
  && apt-get clean \

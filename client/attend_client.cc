@@ -9,7 +9,9 @@
 #include <grpcpp/security/credentials.h>
 
 #include <algorithm>
+#include <charconv>
 #include <limits>
+#include <string_view>
 
 #include "client/call.h"
 #include "client/session.h"
@@ -32,10 +34,28 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int recei
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
   // The default of up to 120 s between attempts is too long after a rollout.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);  // below what a call's attempts wait
   arguments.SetMaxSendMessageSize(-1);  // checked against message_bytes before sending
   arguments.SetMaxReceiveMessageSize(receive_bytes);
   return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+}
+
+// gRPC would take a missing port as 443 or 0 and one above 65535 modulo 65536: another server's.
+bool IsAddress(std::string_view address) {
+  for (const std::string_view scheme :
+       {"dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:"}) {
+    if (address.starts_with(scheme)) return address.size() > scheme.size();
+  }
+  const size_t colon = address.rfind(':');
+  if (colon == std::string_view::npos || colon == 0) return false;
+  const std::string_view host = address.substr(0, colon);
+  const std::string_view port = address.substr(colon + 1);
+  int number = 0;
+  const auto [end, error] = std::from_chars(port.data(), port.data() + port.size(), number);
+  if (error != std::errc() || end != port.data() + port.size()) return false;
+  const bool bracketed = host.starts_with('[') && host.ends_with(']');
+  return number >= 1 && number <= 65535 &&
+         (bracketed || host.find_first_of(":/ []") == std::string_view::npos);
 }
 
 int ReceiveBytes(const v1::Limits& limits) {
@@ -54,6 +74,12 @@ Result<Client> Client::Connect(const std::string& address, const Options& option
   if (options.deadline.count() <= 0) {
     return LocalError("deadline", std::to_string(options.deadline.count()) + " ms",
                       "a positive time for each call");
+  }
+  if (!IsAddress(address)) {
+    return LocalError(
+        "address", "\"" + address + "\"",
+        "HOST:PORT with a port from 1 to 65535, unix:PATH, or a name of gRPC with its "
+        "scheme (dns:///HOST:PORT)");
   }
   auto connection = std::make_shared<Connection>();
   connection->options = options;

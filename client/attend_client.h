@@ -115,6 +115,10 @@ struct Tensor {
   std::string data;
 };
 
+// The contract's names of cross-attention layers: "decoder.0.cross", "0.cross". Calls on them carry
+// no position, since what a session caches of them is the context.
+bool IsCrossName(std::string_view layer);
+
 // Copies into the wire message.
 void CopyToWire(const TensorView& view, v1::Tensor* wire);
 // Takes the bytes out of the wire message without copying them.

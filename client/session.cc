@@ -29,9 +29,6 @@ int64_t RowsOf(const TensorView& packed) {
   return packed.shape.size() < 2 ? 0 : packed.shape[packed.shape.size() - 2];
 }
 
-// The contract's names of cross-attention layers: "decoder.0.cross", "0.cross".
-bool IsCrossName(std::string_view layer) { return layer.ends_with(".cross"); }
-
 void FillSequence(const SessionState& state, const LayerCursor& cursor, bool no_append,
                   v1::Sequence* sequence) {
   sequence->set_session_id(state.id);
@@ -101,6 +98,8 @@ Result<Answer> AttendSessions(const Connection& connection, std::chrono::millise
 }
 
 }  // namespace
+
+bool IsCrossName(std::string_view layer) { return layer.ends_with(".cross"); }
 
 void ReadSession(const v1::Session& session, SessionState* state) {
   state->id = session.id();

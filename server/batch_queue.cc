@@ -9,7 +9,6 @@
 namespace attend {
 
 void BatchQueue::Push(TaskId id, TaskFacts facts) {
-  waiting_tokens_ += facts.tokens;
   for (const std::string& session : facts.session_ids) {
     sessions_[session].push_back({id, facts.layer});
   }
@@ -46,21 +45,14 @@ std::vector<TaskId> BatchQueue::Next(int64_t token_budget) {
     tokens += facts.tokens;
     batch.push_back(*at);
     at = waiting_.erase(at);
-    waiting_tokens_ -= facts.tokens;
     if (kind == TaskFacts::kAlone || tokens >= token_budget) break;
   }
   return batch;
 }
 
-void BatchQueue::BackToTail(TaskId id) {
-  waiting_.push_back(id);
-  waiting_tokens_ += tasks_.at(id).tokens;
-}
+void BatchQueue::BackToTail(TaskId id) { waiting_.push_back(id); }
 
-void BatchQueue::BackToHead(TaskId id) {
-  waiting_.push_front(id);
-  waiting_tokens_ += tasks_.at(id).tokens;
-}
+void BatchQueue::BackToHead(TaskId id) { waiting_.push_front(id); }
 
 void BatchQueue::Remove(TaskId id) {
   const auto found = tasks_.find(id);
@@ -70,7 +62,7 @@ void BatchQueue::Remove(TaskId id) {
     std::erase_if(uses, [id](const Use& use) { return use.id == id; });
     if (uses.empty()) sessions_.erase(session);
   }
-  if (std::erase(waiting_, id) > 0) waiting_tokens_ -= found->second.tokens;
+  std::erase(waiting_, id);
   tasks_.erase(found);
 }
 

@@ -50,7 +50,6 @@ class BatchQueue {
   bool Pinned(const std::string& session_id) const { return sessions_.contains(session_id); }
 
   const std::list<TaskId>& waiting() const { return waiting_; }
-  int64_t waiting_tokens() const { return waiting_tokens_; }
   size_t size() const { return tasks_.size(); }  // waiting and running
 
  private:
@@ -63,7 +62,6 @@ class BatchQueue {
   std::unordered_map<TaskId, TaskFacts> tasks_;
   std::list<TaskId> waiting_;
   std::unordered_map<std::string, std::deque<Use>> sessions_;  // in arrival order
-  int64_t waiting_tokens_ = 0;
 };
 
 }  // namespace attend

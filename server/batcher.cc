@@ -50,6 +50,11 @@ void Batcher::Push(TaskFacts facts, Task task) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!stopping_) {
       const TaskId id = next_id_++;
+      task.tokens = facts.tokens;
+      if (task.job != nullptr) {
+        ++stats_.queue_requests;
+        stats_.queue_tokens += task.tokens;
+      }
       queue_.Push(id, std::move(facts));
       tasks_.emplace(id, std::move(task));
       wake_.notify_one();
@@ -95,16 +100,21 @@ void Batcher::Stop(const absl::Status& reason) {
 
 BatcherStats Batcher::Stats() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  BatcherStats stats = stats_;
-  stats.running_requests = static_cast<int64_t>(running_);
-  stats.queue_requests = static_cast<int64_t>(queue_.size() - running_);
-  stats.queue_tokens = queue_.waiting_tokens();
-  return stats;
+  return stats_;
 }
 
 bool Batcher::idle() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return queue_.size() == 0 && !unpublished_;
+}
+
+void Batcher::Count(Task& task, bool begun) {
+  if (task.job == nullptr || task.begun == begun) return;
+  task.begun = begun;
+  const int64_t more = begun ? 1 : -1;
+  stats_.running_requests += more;
+  stats_.queue_requests -= more;
+  stats_.queue_tokens -= more * task.tokens;
 }
 
 Batcher::Task* Batcher::Find(TaskId id) {
@@ -116,10 +126,11 @@ void Batcher::EndTask(TaskId id, absl::Status status) {
   Task task;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    Count(tasks_.at(id), true);  // no longer as queued, where it was
     task = std::move(tasks_.at(id));
+    if (task.job != nullptr) --stats_.running_requests;
     tasks_.erase(id);
     queue_.Remove(id);
-    if (running_ > 0) --running_;  // none runs while waiting ones are ended
   }
   if (task.job != nullptr || !status.ok()) task.done(std::move(status));
 }
@@ -184,9 +195,9 @@ void Batcher::RunTasks(const std::vector<TaskId>& ids) {
   for (size_t i = ids.size(); i-- > 0;) {
     if (outcome.jobs[i].state == BatchOutcome::State::kUntouched) {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (stuck) continue;
-      queue_.BackToHead(ids[i]);
-      --running_;
+      Task& task = tasks_.at(ids[i]);
+      if (task.job->first_batch_us == 0) Count(task, false);
+      if (!stuck) queue_.BackToHead(ids[i]);
     }
   }
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -196,7 +207,6 @@ void Batcher::RunTasks(const std::vector<TaskId>& ids) {
     } else if (state == BatchOutcome::State::kContinues || stuck) {
       std::lock_guard<std::mutex> lock(mutex_);
       queue_.BackToTail(ids[i]);
-      --running_;
     }
   }
 }
@@ -207,7 +217,6 @@ void Batcher::Loop() {
     bool look = false;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      running_ = 0;
       // Gauges of many sessions take a while to add up: only then may they be up to kTidyUs old.
       if (queue_.size() == 0 && !stopping_ && runtime_.open_sessions() < kFewSessions) {
         lock.unlock();
@@ -224,7 +233,7 @@ void Batcher::Loop() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       ids = queue_.Next(batch_tokens_);
-      running_ = ids.size();
+      for (TaskId id : ids) Count(tasks_.at(id), true);
       if (!ids.empty()) unpublished_ = true;
     }
     if (!ids.empty()) RunTasks(ids);

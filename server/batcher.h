@@ -22,10 +22,11 @@
 
 namespace attend {
 
-// What the engine thread last saw; for gauges and retry hints.
+// For gauges and retry hints. Jobs count as queued until their first batch and as running from then
+// on, also between two of their batches; session calls are neither.
 struct BatcherStats {
-  RuntimeStats runtime;
-  int64_t queue_requests = 0;  // waiting
+  RuntimeStats runtime;  // as the engine thread last saw it
+  int64_t queue_requests = 0;
   int64_t queue_tokens = 0;
   int64_t running_requests = 0;
   double tokens_per_ms = 0;  // moving average of batches
@@ -71,6 +72,8 @@ class Batcher {
     std::shared_ptr<AttendJob> job;  // null = control
     Control control;
     Done done;
+    int64_t tokens = 0;
+    bool begun = false;  // counted as running; else as queued
   };
 
   void Push(TaskFacts facts, Task task);
@@ -80,6 +83,7 @@ class Batcher {
   void EndExpired();
   void Publish();
   Task* Find(TaskId id);
+  void Count(Task& task, bool begun);  // mutex_ is held
 
   AttentionRuntime& runtime_;
   const int64_t batch_tokens_;
@@ -93,7 +97,6 @@ class Batcher {
   std::unordered_map<TaskId, Task> tasks_;  // guarded by mutex_
   TaskId next_id_ = 1;                      // guarded by mutex_
   bool unpublished_ = false;  // guarded by mutex_: work was done since stats_ was filled
-  size_t running_ = 0;        // guarded by mutex_
   bool look_ = false;         // guarded by mutex_: a waiting job was cancelled
   bool stopping_ = false;     // guarded by mutex_
   absl::Status stop_reason_;  // guarded by mutex_

@@ -35,7 +35,11 @@ struct ConvertedAttend {
   // Complete but for arrival_us and deadline_us.
   std::shared_ptr<AttendJob> job;
   std::string request_id;
-  int64_t timeout_us = 0;  // 0 = not given
+  // Without a job only, for the log: what the refused request named, cut to 128 bytes.
+  std::string asked_model = {};
+  std::string asked_layer = {};
+  std::string asked_session_id = {};  // of its first sequence
+  int64_t timeout_us = 0;             // 0 = not given
   // At most one dimension is -1: known only to the session, it follows from job->output_width.
   std::vector<int64_t> output_shape;
 };

@@ -34,8 +34,8 @@ struct Answer {
   std::string body = {};
 };
 
-// A comment of Prometheus's text format: a scraper of /readyz takes the answer as a page without
-// series, so its `up` is 1 when ready and 0 when not.
+// The body of /healthz and /readyz. A comment of Prometheus's text format: a scraper takes it as a
+// page without series, so that `up` of a job that scrapes /readyz is 1 when ready and 0 when not.
 constexpr const char* kHealthy = "# ok\n";
 
 Answer HealthAnswer(const absl::Status& status) {

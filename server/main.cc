@@ -23,6 +23,14 @@ sigset_t StopSignals() {
   return signals;
 }
 
+// Without destructors: connections must end with the process (see Server::Drain), and the signal
+// thread may hold references.
+[[noreturn]] void Leave(attend::Server& server, int code) {
+  server.RemoveSocketFiles();
+  std::fflush(stderr);
+  _exit(code);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -59,7 +67,7 @@ int main(int argc, char** argv) {
       if (count > 0) _exit(1);  // the server may be gone
       if (server->loading()) {
         logger.Write(attend::LogLevel::kInfo, "stopped", {{"while", "loading"}});
-        _exit(0);
+        Leave(*server, 0);
       }
       server->RequestStop();
     }
@@ -67,10 +75,8 @@ int main(int argc, char** argv) {
 
   if (absl::Status status = server->Start(); !status.ok()) {
     std::fprintf(stderr, "attend-server: %s\n", std::string(status.message()).c_str());
-    std::fflush(stderr);
-    _exit(2);  // the signal thread may hold references
+    Leave(*server, 2);
   }
   server->Run();
-  std::fflush(stderr);
-  _exit(0);  // without destructors: connections must end with the process, see Server::Drain
+  Leave(*server, 0);
 }

@@ -41,7 +41,7 @@ constexpr SeriesRow kSeries[] = {
     {"attend_sessions", "gauge", "state", "Open sessions with (active) and without (idle) a call."},
     {"attend_sessions_ended_total", "counter", "reason", "Sessions that ended."},
     {"attend_rejected_total", "counter", "reason",
-     "Requests answered with an error, by the reason in ErrorDetail."},
+     "Requests and streams refused or answered with an error, by the reason in ErrorDetail."},
     {"attend_cancelled_total", "counter", "stage",
      "Requests their client gave up, by where they were."},
     {"attend_launched_after_deadline_total", "counter", "",

@@ -86,8 +86,8 @@ class Metrics {
   void RequestStarted(RpcMethod method);
   void RequestFinished(RpcMethod method, absl::StatusCode code, int model, double seconds);
   void PhaseTook(Phase phase, double seconds);
-  // An answer with an error: counts reasons of refusals, ignores CANCELLED, ENGINE_FAULT and
-  // unspecified.
+  // A request or stream refused or answered with an error: counts reasons of refusals, ignores
+  // CANCELLED, ENGINE_FAULT and unspecified.
   void Rejected(Reason reason);
   void Cancelled(CancelStage stage);
   void LaunchedAfterDeadline();

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/server.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <utility>
 
 #include "engine/util/error.h"
@@ -15,7 +19,7 @@ using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 using std::chrono::system_clock;
 
-// How often old streams and the engine's health are looked at.
+// How often old streams, requests that do not arrive and the engine's health are looked at.
 constexpr int64_t kTickMs = 200;
 // How often a drain looks whether it may end.
 constexpr int64_t kDrainTickMs = 20;
@@ -30,6 +34,15 @@ int64_t NowUs() {
   return std::chrono::duration_cast<std::chrono::microseconds>(
              steady_clock::now().time_since_epoch())
       .count();
+}
+
+constexpr std::string_view kUnixPrefix = "unix:";
+
+// Which file a path names now; none when there is none.
+std::optional<std::pair<dev_t, ino_t>> IdentityOf(const std::string& path) {
+  struct stat found = {};
+  if (lstat(path.c_str(), &found) != 0) return std::nullopt;
+  return std::pair(found.st_dev, found.st_ino);
 }
 
 std::string Mebibytes(int64_t bytes) { return std::to_string((bytes + (1 << 19)) >> 20) + " MiB"; }
@@ -152,10 +165,10 @@ absl::Status Server::Start() {
       AdmissionLimits{options_.limits.queue_requests, options_.limits.queue_tokens,
                       options_.limits.queue_bytes},
       [this] {
-        // Time to compute what waits, as far as throughput is known.
-        const BatcherStats stats = batcher_->Stats();
+        // Time to compute what is admitted, waiting or running, as far as throughput is known.
+        const double tokens_per_ms = batcher_->Stats().tokens_per_ms;
         const double ms =
-            stats.tokens_per_ms > 0 ? double(stats.queue_tokens) / stats.tokens_per_ms : 50;
+            tokens_per_ms > 0 ? double(admission_->usage().tokens) / tokens_per_ms : 50;
         return std::clamp<int64_t>(static_cast<int64_t>(ms), 10, 1000);
       });
   service_ = std::make_unique<AttentionService>(
@@ -185,23 +198,25 @@ absl::Status Server::OpenPorts() {
   settings.stream_items_in_flight = options_.limits.stream_items_in_flight;
   ASSIGN_OR_RETURN(dispatcher_, Dispatcher::Start(settings, std::move(methods), *call_metrics_));
 
-  HttpHandlers handlers;
-  handlers.metrics = [this] { return metrics_->PageText(); };
-  handlers.healthy = [] { return absl::OkStatus(); };
-  handlers.ready = [this] { return Ready(); };
-  ASSIGN_OR_RETURN(http_, HttpEndpoint::Start(options_.metrics_listen, std::move(handlers)));
-
   std::string joined;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const std::string& address : dispatcher_->addresses()) {
       joined += (joined.empty() ? "" : " ") + address;
-      if (const size_t colon = address.rfind(':');
-          colon != std::string::npos && !address.starts_with("unix:")) {
+      if (address.starts_with(kUnixPrefix)) {
+        const std::string path = address.substr(kUnixPrefix.size());
+        if (const auto identity = IdentityOf(path)) socket_files_.push_back({path, *identity});
+      } else if (const size_t colon = address.rfind(':'); colon != std::string::npos) {
         listen_ports_.push_back(std::atoi(address.c_str() + colon + 1));
       }
     }
   }
+
+  HttpHandlers handlers;
+  handlers.metrics = [this] { return metrics_->PageText(); };
+  handlers.healthy = [] { return absl::OkStatus(); };
+  handlers.ready = [this] { return Ready(); };
+  ASSIGN_OR_RETURN(http_, HttpEndpoint::Start(options_.metrics_listen, std::move(handlers)));
   const std::string metrics =
       options_.metrics_listen.substr(0, options_.metrics_listen.rfind(':') + 1) +
       std::to_string(http_->port());
@@ -307,6 +322,14 @@ void Server::RequestStop() {
   stop_changed_.notify_all();
 }
 
+void Server::RemoveSocketFiles() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const SocketFile& file : socket_files_) {
+    if (IdentityOf(file.path) == file.identity) unlink(file.path.c_str());
+  }
+  socket_files_.clear();
+}
+
 bool Server::WaitForStop(int64_t wait_ms) {
   std::unique_lock<std::mutex> lock(mutex_);
   return stop_changed_.wait_for(lock, milliseconds(wait_ms), [this] { return stop_; });
@@ -331,6 +354,7 @@ void Server::Run() {
   bool failed = false;
   while (!WaitForStop(kTickMs)) {
     EndOldStreams();
+    dispatcher_->EndOverdueRequests(milliseconds(options_.limits.deadline_ms));
     if (batcher_->engine_failed() && !std::exchange(failed, true)) {
       for (const char* name : {"", "attend.v1.Attention", "readiness"}) {
         health_.SetServing(name, false);

@@ -4,6 +4,8 @@
 // stop. main.cc turns signals into RequestStop.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -46,6 +48,7 @@ class Server {
  public:
   // `logger` outlives the server.
   Server(Options options, const Machine& machine, Logger& logger);
+  // For tests: ends calls, joins every thread. attend-server ends without it, see main.cc.
   ~Server();
 
   // Reads and checks the checkpoints, then opens the ports and packs the weights; calls are
@@ -62,6 +65,10 @@ class Server {
   // Starts the drain; any thread. Not from a signal handler.
   void RequestStop();
 
+  // Removes the files of unix:PATH listeners, but not those of a server that took their places
+  // since. Any thread; for owners that end without destructors.
+  void RemoveSocketFiles();
+
   // Where it listens, with bound ports.
   const std::vector<std::string>& addresses() const { return dispatcher_->addresses(); }
   int metrics_port() const { return http_->port(); }
@@ -77,6 +84,11 @@ class Server {
   absl::Status Ready() const;
   bool WaitForStop(int64_t milliseconds);  // true when asked to stop
   void Observe(const BatchOutcome& outcome);
+
+  struct SocketFile {
+    std::string path;
+    std::pair<dev_t, ino_t> identity;
+  };
 
   const Options options_;
   const Machine machine_;
@@ -100,6 +112,7 @@ class Server {
   std::condition_variable stop_changed_;
   bool stop_ = false;                        // guarded by mutex_
   std::vector<int> listen_ports_;            // guarded by mutex_
+  std::vector<SocketFile> socket_files_;     // guarded by mutex_
   std::vector<int64_t> kv_capacity_tokens_;  // fixed after PackModels
   int64_t expired_reported_ = 0;             // engine thread
   int64_t closed_reported_ = 0;              // engine thread

@@ -9,8 +9,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-parts=("${@:-release}")
+parts=("$@")
 [ $# -gt 0 ] || parts=(release asan tsan)
+for part in "${parts[@]}"; do
+  case "$part" in
+    release | asan | tsan) ;;
+    *) printf "tests/run.sh: unknown part '%s' (allowed: release, asan, tsan)\n" "$part" >&2; exit 2 ;;
+  esac
+done
 
 # The container test compiles the server once more, in another folder: what ccache has serves there, too.
 export CCACHE_BASEDIR=$PWD CCACHE_SLOPPINESS=locale
@@ -20,10 +26,10 @@ say() { printf '\n== %s (%d s)\n' "$*" $((SECONDS - started)); }
 fail() { printf 'tests/run.sh: %s\n' "$*" >&2; exit 1; }
 
 build() { # build DIRECTORY [cmake arguments]
-  local directory=$1
+  local directory=$1 log=build/cmake.log
   shift
-  cmake -S . -B "$directory" -G Ninja -DCMAKE_BUILD_TYPE=Release "$@" >"$directory.cmake.log" 2>&1 ||
-    { tail -n 30 "$directory.cmake.log" >&2; fail "cmake failed in $directory"; }
+  cmake -S . -B "$directory" -G Ninja -DCMAKE_BUILD_TYPE=Release "$@" >"$log" 2>&1 ||
+    { tail -n 30 "$log" >&2; fail "cmake failed in $directory"; }
 }
 
 run_part() {
@@ -51,7 +57,6 @@ run_part() {
       TSAN_OPTIONS="ignore_noninstrumented_modules=1 suppressions=$PWD/tests/tsan.supp" \
         ctest --test-dir build/tsan --output-on-failure -L 'server|integration|threads'
       ;;
-    *) fail "unknown part '$1' (allowed: release, asan, tsan)" ;;
   esac
 }
 

@@ -121,8 +121,8 @@ const std::set<std::pair<std::string, std::string>> kSeams = {
     {"server/metrics.cc", "prometheus"},
     {"client/cli/make_checkpoint.cc", "engine/model/make_checkpoint.h"},
     {"client/cli/inspect.cc", "engine/model/inspect.h"},
-    {"client/image.cc", "png"},
-    {"client/cli/load_report.cc", "json"},
+    {"client/cli/image.cc", "png"},
+    {"client/cli/bench/report.cc", "json"},
 };
 
 TEST(TidyTest, IncludesPointInTheDirectionsOfTheArchitecture) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // `attend bench`: flags of the load generator, what they mean for a loaded model, and the thread
-// that watches. The load itself is in load_*.cc.
+// that watches. The load itself is in bench/.
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,7 +9,8 @@
 #include <cstdlib>
 #include <thread>
 
-#include "client/cli/load_report.h"
+#include "client/cli/bench/report.h"
+#include "client/cli/bench/worker.h"
 
 namespace attend::cli {
 namespace {
@@ -18,7 +19,10 @@ constexpr const char* kFooter =
     "Each client has a connection of its own and one call in flight. Warm-up requests are sent\n"
     "first and not counted. A request or step counts when it is answered.\n"
     "\n"
-    "wait     open loop: from the scheduled arrival until sent, part of the latency\n"
+    "wait     open loop: from the scheduled arrival until a client was free, part of the latency\n"
+    "late     open loop: arrivals that waited over 1 ms, answered or not: all clients were busy, "
+    "or\n"
+    "         this machine was; never sent: due before the end, and no client was free until then\n"
     "queue    in the server until its first batch started\n"
     "compute  in batches of the server\n"
     "rest     of the round trip: client, wire, copies at both ends\n"
@@ -33,8 +37,12 @@ constexpr const char* kFooter =
     "over the round trips; engine is the sum of compute over the measured time, above 100 % where\n"
     "micro-batches shared batches.\n"
     "\n"
-    "Exit codes: 0 nothing failed, 1 any request failed or none was answered, 2 wrong usage, 130\n"
-    "after Ctrl-C, which ends early and still reports.\n"
+    "cpu here counts all calls of the measured time: lost, refused, opening, closing ones too.\n"
+    "\n"
+    "Exit codes: 0 nothing failed, 1 any request failed, none was answered or a client could not\n"
+    "start, 2 wrong usage, 130 after SIGINT (Ctrl-C), 143 after SIGTERM. A signal ends early, "
+    "after\n"
+    "the calls in flight, and still reports; a second one ends at once.\n"
     "\n"
     "Example: attend bench --model bert --clients 16 --tokens 16:512 --seconds 10";
 
@@ -46,21 +54,23 @@ int FailUsage(const std::string& what) {
   return kUsage;
 }
 
-bool KeepsHistory(const v1::Layer& layer) {
-  return layer.sessions() && !layer.name().ends_with(".cross");
+// Layers with a selectable mask take a context too, but do without.
+bool NeedsContext(const v1::Layer& layer) {
+  return layer.cross_attention() && !layer.mask_selectable();
 }
+
+bool WantsHistory(const BenchFlags& flags) { return flags.decode_loop || flags.sessions > 0; }
 
 // The layers of the load: the named one, the first that fits, or those of the decode loop.
 std::vector<v1::Layer> ChooseLayers(const v1::Model& model, const BenchFlags& flags) {
   std::vector<v1::Layer> layers;
-  const bool history = flags.decode_loop || flags.sessions > 0;
   const size_t most = !flags.decode_loop  ? 1
                       : flags.layers == 0 ? static_cast<size_t>(model.layers_size())
                                           : static_cast<size_t>(flags.layers);
   for (const v1::Layer& layer : model.layers()) {
     if (layers.size() == most) break;
     if (!flags.layer.empty() && layer.name() != flags.layer) continue;
-    if (layer.name().ends_with(".cross") || (history && !KeepsHistory(layer))) continue;
+    if (NeedsContext(layer) || (WantsHistory(flags) && !layer.sessions())) continue;
     if (!layers.empty() && layer.d_model() != layers[0].d_model()) continue;
     layers.push_back(layer);
   }
@@ -86,13 +96,18 @@ std::string ChooseTarget(const std::vector<v1::Model>& models, Bench* bench) {
   bench->layers = ChooseLayers(*model, flags);
   const auto found = static_cast<int64_t>(bench->layers.size());
   if (found >= std::max<int64_t>(1, flags.layers)) return "";
-  const char* history = flags.decode_loop || flags.sessions > 0 ? " with sessions" : "";
-  const std::string of_model = std::string(history) + " in model " + model->name();
+  const std::string layers =
+      WantsHistory(flags) ? "self-attention layers that keep sessions" : "self-attention layers";
   if (!flags.layer.empty()) {
-    return "--layer: got " + flags.layer + ", wanted a self-attention layer" + of_model;
+    return "--layer: got " + flags.layer + ", wanted one of the " + layers + " of model " +
+           model->name();
   }
-  return "--layers: got " + std::to_string(std::max<int64_t>(1, flags.layers)) +
-         ", wanted at most " + std::to_string(found) + ", the self-attention layers" + of_model;
+  if (found == 0) {
+    return "--model: got " + model->name() + " without " + layers +
+           ", wanted a model with at least 1";
+  }
+  return "--layers: got " + std::to_string(flags.layers) + ", wanted at most " +
+         std::to_string(found) + ", the " + layers + " of one width of model " + model->name();
 }
 
 // How many workers, and the largest request; what is wrong, empty = nothing.
@@ -132,22 +147,30 @@ LoadStats Sum(const std::vector<std::unique_ptr<LoadWorker>>& workers) {
   return sum;
 }
 
-// Returns when every worker has finished; shows on a terminal how it goes.
-void Watch(const Bench& bench, const std::vector<std::unique_ptr<LoadWorker>>& workers) {
-  const bool terminal = isatty(STDERR_FILENO) != 0;
+// Until the measured time begins; false when the load was stopped before.
+bool AwaitStart(const LoadControl& control, bool terminal) {
   const auto began = LoadControl::Clock::now();
-  auto looked = began;
+  while (!control.started()) {
+    if (control.stopped()) return control.started();  // may have begun since
+    const std::chrono::duration<double> waited = LoadControl::Clock::now() - began;
+    if (terminal && waited.count() > 1) {
+      std::fprintf(stderr, "\rconnecting and warming up, %.0f s\033[K", waited.count());
+    }
+    std::this_thread::sleep_for(LoadControl::kSlice);
+  }
+  return true;
+}
+
+// Returns when every worker has finished; shows on a terminal how it goes.
+void Watch(const Bench& bench, const std::vector<std::unique_ptr<LoadWorker>>& workers,
+           bool terminal) {
+  auto looked = LoadControl::Clock::now();
   LoadStats earlier;
   while (!bench.control->WaitUntilFinished(looked + std::chrono::seconds(1))) {
     const auto now = LoadControl::Clock::now();
     const std::chrono::duration<double> since = now - looked;
     looked = now;
     if (!terminal) continue;
-    if (!bench.control->started()) {
-      const std::chrono::duration<double> waited = now - began;
-      std::fprintf(stderr, "\rconnecting and warming up, %.0f s\033[K", waited.count());
-      continue;
-    }
     LoadStats stats = Sum(workers);
     const std::string line =
         ProgressLine(bench, earlier, stats, since.count(), bench.control->elapsed_seconds(),
@@ -155,7 +178,22 @@ void Watch(const Bench& bench, const std::vector<std::unique_ptr<LoadWorker>>& w
     std::fprintf(stderr, "\r%s\033[K", line.c_str());
     earlier = std::move(stats);
   }
-  if (terminal) std::fprintf(stderr, "\r\033[K");
+}
+
+// A load that was stopped before its measured time. Workers in a call that nobody answers would
+// hold the process for --timeout, as calls can't be cancelled: those that are not done soon are
+// left behind, their sessions to the server's ttl.
+int EndBeforeStart(LoadControl& control) {
+  constexpr std::chrono::milliseconds kTimeToClose{300};
+  int code = 128 + StopSignal();
+  if (const auto error = control.error()) {
+    code = Fail(*error);
+  } else {
+    std::fprintf(stderr, "attend: ended by signal %d before the load began\n", StopSignal());
+  }
+  if (control.WaitUntilFinished(LoadControl::Clock::now() + kTimeToClose)) return code;
+  std::fflush(nullptr);
+  std::_Exit(code);
 }
 
 int Measure(const Bench& bench) {
@@ -164,11 +202,12 @@ int Measure(const Bench& bench) {
   StopLoadOnSignals();
   std::vector<std::jthread> threads;
   for (const auto& worker : workers) threads.emplace_back([&worker] { worker->Run(); });
-  Watch(bench, workers);
+  const bool terminal = isatty(STDERR_FILENO) != 0;
+  const bool began = AwaitStart(*bench.control, terminal);
+  if (began) Watch(bench, workers, terminal);
+  if (terminal) std::fprintf(stderr, "\r\033[K");
+  if (!began) return EndBeforeStart(*bench.control);
   for (std::jthread& thread : threads) thread.join();
-  for (const auto& worker : workers) {
-    if (worker->error()) return Fail(*worker->error());
-  }
   const LoadStats stats = Sum(workers);
   const LoadReport report{.bench = bench,
                           .stats = stats,
@@ -202,11 +241,7 @@ int RunBench(const Globals& globals, const BenchFlags& flags) {
        .patience = std::chrono::duration_cast<LoadControl::Clock::duration>(patience)});
   bench.control = &control;
   ArrivalSchedule arrivals(flags.rate, flags.seed);
-  std::mutex arrivals_mutex;
-  if (flags.rate > 0) {
-    bench.arrivals = &arrivals;
-    bench.arrivals_mutex = &arrivals_mutex;
-  }
+  if (flags.rate > 0) bench.arrivals = &arrivals;
   return Measure(bench);
 }
 
@@ -232,13 +267,21 @@ CLI::Option* AddNumber(CLI::App* command, const std::string& name, Value& value,
       ->capture_default_str();
 }
 
+// Help with the first name of each option only: others are accepted silently.
+class MainNames final : public CLI::Formatter {
+  std::string make_option_name(const CLI::Option* option, bool positional) const override {
+    const bool all = !option->get_snames().empty();  // -h,--help
+    return option->get_name(positional, all);
+  }
+};
+
 // Returns the flag of the decode loop.
 CLI::Option* AddLoadFlags(CLI::App* bench, BenchFlags& flags) {
   auto* clients = AddNumber(bench, "--clients", flags.clients, 1, 4096, "Calls in flight at most");
   auto* seconds = AddNumber(bench, "--seconds", flags.seconds, 0.001, 1e6, "Measure for this long");
   AddNumber(bench, "--requests", flags.requests, 1, 1e15,
-            "Measure so many requests instead (steps in the decode loop); gives up when nothing "
-            "but failures comes back for --timeout")
+            "Measure so many requests instead (steps in the decode loop), answered or not; gives "
+            "up when a run of nothing but failures lasts longer than --timeout")
       ->excludes(seconds)
       ->default_str("");
   AddNumber(bench, "--warmup", flags.warmup, 0, 1e6, "Requests of each client not counted");
@@ -279,6 +322,7 @@ CLI::Option* AddLoadFlags(CLI::App* bench, BenchFlags& flags) {
 
 void AddBench(CLI::App& app, Globals& globals) {
   CLI::App* bench = app.add_subcommand("bench", "Put load on the server and measure it");
+  bench->formatter(std::make_shared<MainNames>());
   bench->footer(kFooter);
   auto flags = std::make_shared<BenchFlags>();
   bench->add_option("--model", flags->model, "Model (default: the only one)")->type_name("NAME");

@@ -12,7 +12,7 @@ namespace attend::cli {
 
 int Fail(const client::Error& error) {
   std::fprintf(stderr, "attend: %s\n", error.ToString().c_str());
-  return kFailed;
+  return error.attempts == 0 && error.field == "address" ? kUsage : kFailed;
 }
 
 client::Result<client::Client> Connect(const Globals& globals, client::Options options) {

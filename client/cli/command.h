@@ -23,7 +23,7 @@ struct Globals {
   int exit_code = kOk;  // set by the subcommand that ran
 };
 
-// Prints the error on one line and returns kFailed.
+// Prints the error on one line and returns kFailed, for a --server that is no address kUsage.
 int Fail(const client::Error& error);
 
 // With the deadline of `globals`.

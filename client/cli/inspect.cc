@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// `attend inspect`: what a server would make of a checkpoint folder, without a server. What differs
-// by a layer's number only is told once.
+// `attend inspect`: what a server would make of a checkpoint folder, without a server, as text.
+// What differs by a layer's number only is told once. The JSON comes from engine/model/inspect.cc.
 #include "engine/model/inspect.h"
 
 #include <unistd.h>
@@ -12,6 +12,7 @@
 #include <functional>
 #include <set>
 
+#include "absl/strings/escaping.h"
 #include "client/cli/command.h"
 
 namespace attend::cli {
@@ -74,9 +75,13 @@ struct Group {
   }
 };
 
-// In the order of their first members.
+bool AlwaysAlike(size_t, size_t) { return true; }
+
+// In the order of their first members. `alike` says whether two of equal description are alike in
+// what the description leaves out.
 std::vector<Group> Grouped(size_t count, const std::function<std::string(size_t)>& name,
-                           const std::function<std::string(size_t)>& description) {
+                           const std::function<std::string(size_t)>& description,
+                           const std::function<bool(size_t, size_t)>& alike = AlwaysAlike) {
   std::vector<Group> groups;
   for (size_t i = 0; i < count; ++i) {
     Group one{
@@ -84,7 +89,7 @@ std::vector<Group> Grouped(size_t count, const std::function<std::string(size_t)
     auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& other) {
       return one.name.number >= 0 && other.name.number >= 0 &&
              other.name.before == one.name.before && other.name.after == one.name.after &&
-             other.description == one.description;
+             other.description == one.description && alike(other.first, i);
     });
     if (group == groups.end()) group = groups.insert(groups.end(), std::move(one));
     group->numbers.insert(NumberedName(name(i)).number);
@@ -106,19 +111,30 @@ std::string MaskText(const AttentionSpec& spec) {
   return text;
 }
 
-std::string PositionsText(const AttentionSpec& spec) {
-  if (spec.rope.dim == 0) return PositionRuleName(spec);
-  return "rope over " + std::to_string(spec.rope.dim) + " of " + std::to_string(spec.head_dim) +
-         (spec.rope.pairing == RopePairing::kHalf ? ", halves paired" : ", neighbours paired");
+std::string NumberText(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.4g", value);
+  return text;
+}
+
+std::string PositionsText(const ModelLayer& layer) {
+  const RopeSpec& rope = layer.spec.rope;
+  if (rope.dim == 0) return PositionRuleName(layer.spec);
+  std::string text = "rope over " + std::to_string(rope.dim) + " of " +
+                     std::to_string(layer.spec.head_dim) +
+                     (rope.pairing == RopePairing::kHalf ? ", halves" : ", neighbours") + " paired";
+  if (!layer.rope_text.empty()) text += ", " + layer.rope_text;
+  if (rope.attention_factor != 1) text += ", cos and sin x " + NumberText(rope.attention_factor);
+  return text;
 }
 
 std::string ExtrasText(const AttentionSpec& spec) {
-  char scale[32];
-  std::snprintf(scale, sizeof scale, "%.4g", spec.scale);
-  std::string text = std::string("scale ") + scale;
-  if (spec.softcap > 0) text += ", softcap";
-  if (spec.clip_qkv > 0) text += ", q k v clipped";
-  if (spec.qk_norm != QkNorm::kNone) text += ", q and k normalised per head";
+  std::string text = "scale " + NumberText(spec.scale);
+  if (spec.softcap > 0) text += ", softcap " + NumberText(spec.softcap);
+  if (spec.clip_qkv > 0) text += ", q k v clipped to +-" + NumberText(spec.clip_qkv);
+  if (spec.qk_norm != QkNorm::kNone) {
+    text += ", q and k normalised per head with eps " + NumberText(spec.qk_norm_eps);
+  }
   if (!spec.sinks.empty()) text += ", sinks";
   return text;
 }
@@ -129,16 +145,20 @@ std::string LayerText(const ModelLayer& layer, DType kv_dtype) {
   if (spec.kv_heads != spec.q_heads) {
     heads += " query and " + std::to_string(spec.kv_heads) + " key/value";
   }
+  std::string widths = std::to_string(spec.head_dim);
+  if (spec.v_head_dim != spec.head_dim) {
+    widths += ", values of " + std::to_string(spec.v_head_dim);
+  }
   const std::string sessions = spec.keeps_history()
                                    ? "yes, " + BytesText(GeometryOf(spec, kv_dtype).TokenBytes()) +
                                          " a token in " + DTypeName(kv_dtype)
                                    : "no: it looks both ways";
   return "  widths     " + std::to_string(spec.d_model) + " in, " +
-         std::to_string(spec.output_width) + " out, " + heads + " heads of " +
-         std::to_string(spec.head_dim) + "\n  mask       " + MaskText(spec) + "\n  positions  " +
-         PositionsText(spec) + "\n  scores     " + ExtrasText(spec) + "\n  sessions   " + sessions +
-         "\n  weights    " + DTypeName(layer.weight_dtype) + ", " + BytesText(layer.weight_bytes) +
-         "\n  feed it    " + layer.input_point + "\n";
+         std::to_string(spec.output_width) + " out, " + heads + " heads of " + widths +
+         "\n  mask       " + MaskText(spec) + "\n  positions  " + PositionsText(layer) +
+         "\n  scores     " + ExtrasText(spec) + "\n  sessions   " + sessions + "\n  weights    " +
+         DTypeName(layer.weight_dtype) + ", " + BytesText(layer.weight_bytes) + "\n  feed it    " +
+         layer.input_point + "\n";
 }
 
 void PrintLayers(const Checkpoint& checkpoint) {
@@ -146,7 +166,8 @@ void PrintLayers(const Checkpoint& checkpoint) {
   const auto& layers = checkpoint.layers;
   for (const Group& group : Grouped(
            layers.size(), [&](size_t i) { return layers[i].name; },
-           [&](size_t i) { return LayerText(layers[i], kv_dtype); })) {
+           [&](size_t i) { return LayerText(layers[i], kv_dtype); },
+           [&](size_t i, size_t j) { return layers[i].spec == layers[j].spec; })) {
     const bool plain = group.name.before.empty() && group.name.after.empty();
     std::printf("\nlayer %s\n%s  module     %s\n",
                 plain ? RangesText(group.numbers).c_str() : group.Text().c_str(),
@@ -162,6 +183,9 @@ std::string Joined(const std::vector<std::string>& texts) {
   for (const std::string& text : texts) joined += joined.empty() ? text : ", " + text;
   return joined;
 }
+
+// Without what a hostile file could make a terminal do.
+std::string Harmless(const std::string& text) { return absl::Utf8SafeCHexEscape(text); }
 
 // Name and description in two columns.
 void PrintColumns(const std::vector<std::pair<std::string, std::string>>& rows) {
@@ -182,17 +206,18 @@ void PrintTensors(const std::string& heading, const std::vector<const InspectedT
               tensors.size() == 1 ? "" : "s", BytesText(bytes).c_str());
   const auto describe = [&](size_t i) {
     const InspectedTensor& tensor = *tensors[i];
-    std::string text = tensor.dtype + " " + ShapeText(tensor.shape);
+    std::string text = Harmless(tensor.dtype) + " " + ShapeText(tensor.shape);
     if (!tensor.holds.empty()) text += "  " + Joined(tensor.holds);
     return all ? text + "  " + tensor.file : text;
   };
   std::vector<std::pair<std::string, std::string>> rows;
   if (all) {
-    for (size_t i = 0; i < tensors.size(); ++i) rows.emplace_back(tensors[i]->name, describe(i));
+    for (size_t i = 0; i < tensors.size(); ++i)
+      rows.emplace_back(Harmless(tensors[i]->name), describe(i));
   } else {
     for (const Group& group : Grouped(
              tensors.size(), [&](size_t i) { return tensors[i]->name; }, describe)) {
-      rows.emplace_back(group.Text(), group.description);
+      rows.emplace_back(Harmless(group.Text()), group.description);
     }
   }
   PrintColumns(rows);
@@ -251,8 +276,9 @@ void PrintRefused(const Inspection& inspection) {
     files.insert(tensor.file);
     bytes += tensor.bytes;
   }
-  std::printf("%s: refused\nmodel_type   %s\n", inspection.directory.c_str(),
-              inspection.model_type.empty() ? "not readable" : inspection.model_type.c_str());
+  std::printf(
+      "%s: refused\nmodel_type   %s\n", inspection.directory.c_str(),
+      inspection.model_type.empty() ? "not readable" : Harmless(inspection.model_type).c_str());
   if (inspection.tensors_unreadable.empty()) {
     std::printf("tensors      %zu in %zu file%s, %s\n", inspection.tensors.size(), files.size(),
                 files.size() == 1 ? "" : "s", BytesText(bytes).c_str());
@@ -298,7 +324,8 @@ void AddInspect(CLI::App& app, Globals& globals) {
       "inspect", "Show what a server makes of a checkpoint folder: layers, tensors, why refused");
   command->footer(
       "Works without a server and reads all attention weights, as a server does.\n"
-      "Exit codes: 0 accepted, 1 refused (the reason goes to standard error), 2 no such folder.");
+      "Exit codes: 0 accepted, 1 refused (the reason goes to standard error), 2 no readable "
+      "folder.");
   auto flags = std::make_shared<InspectFlags>();
   command->add_option("DIR", flags->directory, "Folder with config.json and *.safetensors")
       ->required();

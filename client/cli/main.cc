@@ -2,7 +2,9 @@
 //
 // The command line `attend`: global flags and exit codes. Every subcommand is a file beside this
 // one.
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 
 #include "client/cli/command.h"
@@ -25,6 +27,13 @@ int ReportParse(const CLI::App& app, const CLI::ParseError& error) {
   return attend::cli::kUsage;
 }
 
+// What can't be printed, on a full disk or to a closed descriptor, is no success.
+int AfterOutput(int code) {
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+  std::fprintf(stderr, "attend: standard output can't be written: %s\n", std::strerror(errno));
+  return attend::cli::kUsage;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) try {
@@ -42,8 +51,12 @@ int main(int argc, char** argv) try {
   app.add_option("--timeout", globals.timeout_seconds,
                  "Longest time for each call, retries included")
       ->check(CLI::Range(0.001, 86400.0))
+      ->check([](const std::string& text) {  // a range lets it pass
+        return text.find("nan") == std::string::npos ? "" : "got " + text + ", wanted a number";
+      })
       ->type_name("SECONDS")
       ->capture_default_str();
+  app.set_version_flag("--version", "attend " ATTEND_VERSION);
   app.require_subcommand(1);
   app.fallthrough();  // global flags may follow the subcommand
   AddInfo(app, globals);
@@ -58,7 +71,7 @@ int main(int argc, char** argv) try {
   } catch (const CLI::ParseError& error) {
     return ReportParse(app, error);
   }
-  return globals.exit_code;
+  return AfterOutput(globals.exit_code);
 } catch (const std::exception& error) {
   std::fprintf(stderr, "attend: %s\n", error.what());
   return attend::cli::kFailed;

@@ -13,7 +13,7 @@
 #include <fstream>
 #include <span>
 
-#include "client/heatmap.h"
+#include "client/cli/heatmap.h"
 
 namespace attend::cli {
 namespace {
@@ -86,13 +86,13 @@ class MapWriter {
     const client::Tensor& tensor = source_.sequences[sequence];
     const std::vector<float> weights = tensor.ToFloats();
     const int heads = static_cast<int>(tensor.shape[0]);
-    client::HeatMaps maps{.title = {},
-                          .names = {},
-                          .weights = weights,
-                          .rows = tensor.shape[1],
-                          .keys = tensor.shape[2],
-                          .row_axis = {rows},
-                          .key_axis = {keys}};
+    HeatMaps maps{.title = {},
+                  .names = {},
+                  .weights = weights,
+                  .rows = tensor.shape[1],
+                  .keys = tensor.shape[2],
+                  .row_axis = {rows},
+                  .key_axis = {keys}};
     // The last query is the last token of the history, whose keys all are.
     if (!source_.cross) maps.row_axis.first = std::max<int64_t>(maps.keys - maps.rows, 0);
     std::string title = source_.model.empty() ? "layer " : source_.model + ", layer ";
@@ -126,13 +126,15 @@ class MapWriter {
     return source_.heads.empty() ? i : source_.heads[static_cast<size_t>(i)];
   }
 
-  client::Result<void> WriteOne(const std::string& name, const client::HeatMaps& maps) {
+  client::Result<void> WriteOne(const std::string& name, const HeatMaps& maps) {
     ++files_;
     if (isatty(STDERR_FILENO)) {
       std::fprintf(stderr, "\r\033[Kdrawing %s.png, file %d", name.c_str(), files_);
       shown_ = true;
     }
-    return client::WritePng(directory_ + "/" + name + ".png", client::DrawHeatMaps(maps).image);
+    std::string error = WritePng(directory_ + "/" + name + ".png", DrawHeatMaps(maps).image);
+    if (!error.empty()) return Wrong(std::move(error));
+    return {};
   }
 
   const std::string& directory_;
@@ -140,6 +142,37 @@ class MapWriter {
   int files_ = 0;
   bool shown_ = false;
 };
+
+// Whether the answer's weights are what was asked for: their sizes are the server's word.
+client::Result<void> CheckAnswer(const MapLabels& labels, const MapSource& source) {
+  int64_t rows = 0;
+  int64_t keys = 0;
+  for (const client::Tensor& weights : source.sequences) {
+    const std::vector<int64_t>& shape = weights.shape;
+    const bool whole = shape.size() == 3 &&
+                       std::all_of(shape.begin(), shape.end(), [](int64_t n) { return n >= 0; });
+    int64_t size = 0;
+    if (!whole || __builtin_mul_overflow(shape[0], shape[1], &size) ||
+        __builtin_mul_overflow(size, shape[2], &size) || size != std::ssize(weights.ToFloats())) {
+      return Wrong("the answer's weights are not [heads, rows, keys]");
+    }
+    if (!source.heads.empty() && shape[0] != std::ssize(source.heads)) {
+      return Wrong("the answer's weights have " + std::to_string(shape[0]) + " heads, wanted " +
+                   std::to_string(source.heads.size()));
+    }
+    if (!labels.rows.empty() && !source.cross && shape[2] < shape[1]) {
+      return Wrong("the answer's weights have fewer keys than rows");
+    }
+    rows += shape[1];
+    keys += shape[2];
+  }
+  if (!labels.rows.empty()) {
+    auto fits = CheckCount("--tokens", labels.rows, rows, "rows of the answer");
+    if (!fits.ok()) return fits;
+  }
+  if (labels.context.empty()) return {};
+  return CheckCount("--context_tokens", labels.context, keys, "keys");
+}
 
 // The next `count` labels, or none where there are none at all.
 std::vector<std::string> Take(const std::vector<std::string>& labels, size_t& from, int64_t count) {
@@ -176,15 +209,7 @@ client::Result<MapLabels> PrepareMaps(const MapFlags& flags, const MapInput& inp
 
 client::Result<int> WriteMaps(const std::string& directory, const MapLabels& labels,
                               const MapSource& source) {
-  int64_t all_keys = 0;
-  for (const client::Tensor& weights : source.sequences) {
-    if (weights.shape.size() != 3) return Wrong("the answer's weights are not [heads, rows, keys]");
-    all_keys += weights.shape[2];
-  }
-  if (!labels.context.empty()) {
-    auto fits = CheckCount("--context_tokens", labels.context, all_keys, "keys");
-    if (!fits.ok()) return fits.error();
-  }
+  if (auto fits = CheckAnswer(labels, source); !fits.ok()) return fits.error();
   MapWriter writer(directory, source);
   size_t row = 0;
   size_t context = 0;

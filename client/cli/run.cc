@@ -2,9 +2,15 @@
 //
 // `attend run`: one Attend call with .npy files in and out, stateless or as a step of a session,
 // a comparison with a stored result, and pictures of the weights (maps.cc).
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 
 #include "client/cli/command.h"
 #include "client/cli/maps.h"
@@ -108,7 +114,34 @@ int FillFromFiles(const RunFlags& flags, v1::AttendRequest* request, int64_t* ro
 }
 
 bool IsCross(const RunFlags& flags, int64_t context_rows) {
-  return context_rows >= 0 || flags.layer.ends_with(".cross");
+  return context_rows >= 0 || client::IsCrossName(flags.layer);
+}
+
+// Without a trace: what exists is not opened, which a pipe's reader would notice. 0 or errno.
+int WhyNotWritable(const std::string& path) {
+  struct stat found = {};
+  if (stat(path.c_str(), &found) == 0) {
+    if (S_ISDIR(found.st_mode)) return EISDIR;
+    return access(path.c_str(), W_OK) == 0 ? 0 : errno;
+  }
+  const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (file < 0) return errno;
+  close(file);
+  unlink(path.c_str());
+  return 0;
+}
+
+// Files that can't be written must not be noticed after a session was appended to.
+int CheckWritable(const RunFlags& flags) {
+  for (const auto& [flag, path] :
+       {std::pair("--output", &flags.output), std::pair("--weights", &flags.weights)}) {
+    if (path->empty()) continue;
+    if (const int why = WhyNotWritable(*path); why != 0) {
+      std::fprintf(stderr, "attend: %s: %s: %s\n", flag, path->c_str(), std::strerror(why));
+      return kUsage;
+    }
+  }
+  return kOk;
 }
 
 // A cross-attention layer takes no position: its history is the context.
@@ -184,6 +217,7 @@ int Run(const Globals& globals, const RunFlags& flags) {
   int64_t rows = 0;
   int64_t context_rows = -1;
   if (int code = FillFromFiles(flags, &request, &rows, &context_rows); code != kOk) return code;
+  if (int code = CheckWritable(flags); code != kOk) return code;
   const bool cross = IsCross(flags, context_rows);
   client::Tensor wanted;
   if (!flags.compare.empty()) {
@@ -280,7 +314,8 @@ void AddRun(CLI::App& app, Globals& globals) {
           ->needs(session)
           ->type_name("N");
   run->add_flag("--rewind", flags->rewind, "Cut the layer to --position first")->needs(position);
-  run->add_flag("--no-append", flags->no_append, "Leave the history as it was")->needs(session);
+  run->add_flag("--no_append,--no-append", flags->no_append, "Leave the history as it was")
+      ->needs(session);
   run->add_option("--mask", flags->mask, "Where the layer leaves it open (default: model)")
       ->transform(OneOf(kMasks))
       ->type_name("model|causal|bidirectional");

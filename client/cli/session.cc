@@ -100,7 +100,8 @@ void AddOpen(CLI::App* parent, Globals& globals, const std::shared_ptr<SessionFl
   open->add_option("--ttl", flags->ttl_seconds, "Idle time allowed; 0 = the server's default")
       ->check(NotNegative())
       ->type_name("SECONDS");
-  open->add_option("--max-tokens", flags->max_tokens, "Refuse more tokens; 0 = no limit")
+  open->add_option("--max_tokens,--max-tokens", flags->max_tokens,
+                   "Refuse more tokens; 0 = no limit")
       ->check(NotNegative())
       ->type_name("N");
   open->callback([&globals, flags] {

@@ -51,6 +51,7 @@ import functools
 import operator
 import queue
 import random
+import re
 import struct
 import threading
 import time
@@ -968,6 +969,7 @@ def _to_result(response: AttendResponse, cut: Optional[list[int]] = None) -> Res
 _SERVICE = "/attend.v1.Attention/"
 _SMALLEST_RECEIVE_BYTES = 4 << 20  # gRPC's own default
 _RESPONSE_SLACK_BYTES = 64 << 10  # what a response carries around its tensors
+_LONGEST_TIMEOUT_SECONDS = 86400.0  # gRPC takes much longer ones for passed; the server grants deadline_ms anyway
 
 
 def _make_channel(address: str, receive_bytes: int) -> grpc.Channel:
@@ -976,7 +978,7 @@ def _make_channel(address: str, receive_bytes: int) -> grpc.Channel:
         ("grpc.use_local_subchannel_pool", 1),  # channels of equal options would share one connection
         ("grpc.enable_retries", 0),  # gRPC's own know nothing of sessions
         ("grpc.initial_reconnect_backoff_ms", 100),  # the default of up to 120 s is too long after a rollout
-        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.max_reconnect_backoff_ms", 500),  # below what the attempts of a call wait together
         ("grpc.max_send_message_length", -1),  # checked against message_bytes before sending
         ("grpc.max_receive_message_length", receive_bytes)])
 
@@ -1073,6 +1075,14 @@ class _Stream:
             self._wire = None
 
 
+def _is_address(address: str) -> bool:
+    """gRPC would take a missing port as 443 and one above 65535 modulo 65536: another server's."""
+    if re.match(r"(dns|ipv4|ipv6|unix|unix-abstract|xds):.", address):
+        return True
+    found = re.fullmatch(r"(\[[^\]]+\]|[^:/ \[\]]+):(\d{1,5})", address)
+    return found is not None and 1 <= int(found[2]) <= 65535
+
+
 class Client:
     """A connection to one server. Safe to use from any thread; calls block. Close it, or use it in `with`.
 
@@ -1088,6 +1098,9 @@ class Client:
     def __init__(self, address: str, timeout: float = 30.0, attempts: int = 5):
         if attempts < 1:
             raise _local_error("attempts", attempts, "at least 1")
+        if not isinstance(address, str) or not _is_address(address):
+            raise _local_error("address", repr(address), "HOST:PORT with a port from 1 to 65535, unix:PATH, or a name "
+                               "of gRPC with its scheme (dns:///HOST:PORT)")
         self.address = address
         self.timeout = timeout
         self.attempts = attempts
@@ -1257,6 +1270,7 @@ class Client:
 
     def _checked_timeout(self, timeout: Optional[float]) -> float:
         timeout = self.timeout if timeout is None else timeout
+        timeout = min(timeout, _LONGEST_TIMEOUT_SECONDS)
         if not timeout > 0:
             raise _local_error("timeout", timeout, "a positive number of seconds")
         return timeout
@@ -1444,6 +1458,8 @@ class Session:
     def rewind_to(self, length: int) -> None:
         """Drops what lies beyond `length` tokens with the next attend of each layer, without a call of its own:
         for speculative tokens that were not accepted. truncate() does it now."""
+        if not isinstance(length, (int, np.integer)) or length < 0:
+            raise _local_error("length", length, "an integer from 0")
         for cursor in self._cursors.values():
             if not cursor.cross and cursor.position > length:
                 cursor.position, cursor.rewind = length, True

@@ -179,6 +179,7 @@ absl::StatusOr<ModelLayer> LoadLayer(const LayerDescription& description, const 
   ModelLayer layer{.name = description.name,
                    .module = prefix + description.module,
                    .input_point = description.input_point,
+                   .rope_text = description.rope_text,
                    .spec = description.spec,
                    .weights = {},
                    .tensors = {}};

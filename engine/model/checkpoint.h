@@ -28,6 +28,7 @@ struct ModelLayer {
   std::string name;         // "3", "0.self", "decoder.0.cross": what requests name
   std::string module;       // module in the checkpoint, e.g. "model.layers.5.self_attn"
   std::string input_point;  // in words: which tensor of the model the hidden states must be
+  std::string rope_text;    // in words: what spec.rope comes from, with its numbers; or empty
   AttentionSpec spec;
   LayerWeights weights;  // views into `files`
   DType weight_dtype = DType::kUnspecified;

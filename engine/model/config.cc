@@ -61,7 +61,7 @@ absl::StatusOr<std::string> RopeType(const Config& rope) {
 
 // Long wavelengths are stretched by `factor`, short ones kept, those between blended (Llama 3.1).
 absl::Status ApplyLlama3(const Config& config, const Config& rope, int64_t max_positions,
-                         RopeSpec& spec) {
+                         RopeConfig& read) {
   ASSIGN_OR_RETURN(const double factor, PositiveNumber(rope, {"factor"}, std::nullopt));
   ASSIGN_OR_RETURN(const double low, PositiveNumber(rope, {"low_freq_factor"}, std::nullopt));
   ASSIGN_OR_RETURN(const double high, PositiveNumber(rope, {"high_freq_factor"}, std::nullopt));
@@ -73,7 +73,9 @@ absl::Status ApplyLlama3(const Config& config, const Config& rope, int64_t max_p
   const Config& holder = config.Has(kOriginal) ? config : rope;
   ASSIGN_OR_RETURN(const double original,
                    PositiveNumber(holder, {kOriginal}, static_cast<double>(max_positions)));
-  for (double& frequency : spec.inverse_frequency) {
+  absl::StrAppend(&read.text, ", llama3 scaling by ", factor, " over ", original,
+                  " positions, frequency factors ", low, " and ", high);
+  for (double& frequency : read.spec.inverse_frequency) {
     const double wavelength = 2 * M_PI / frequency;
     if (wavelength < original / high) continue;
     if (wavelength > original / low) {
@@ -202,8 +204,8 @@ absl::StatusOr<int> WholeHeadDim(const Config& config, int d_model, int q_heads)
                       absl::StrCat("a divisor of the hidden size ", d_model));
 }
 
-absl::StatusOr<RopeSpec> ReadRope(const Config& config, int head_dim, double default_theta,
-                                  int64_t max_positions, const std::string& layer_type) {
+absl::StatusOr<RopeConfig> ReadRope(const Config& config, int head_dim, double default_theta,
+                                    int64_t max_positions, const std::string& layer_type) {
   ASSIGN_OR_RETURN(const std::optional<Config> object, RopeObject(config, layer_type));
   ASSIGN_OR_RETURN(double theta, PositiveNumber(config, {"rope_theta"}, default_theta));
   ASSIGN_OR_RETURN(double rotated, PositiveNumber(config, {"partial_rotary_factor"}, 1.0));
@@ -215,7 +217,8 @@ absl::StatusOr<RopeSpec> ReadRope(const Config& config, int head_dim, double def
   }
   if (rotated > 1) return config.Wrong("partial_rotary_factor", absl::StrCat(rotated), "0..1");
 
-  RopeSpec spec;
+  RopeConfig read{.spec = {}, .text = absl::StrCat("theta ", theta)};
+  RopeSpec& spec = read.spec;
   spec.dim = static_cast<int>(head_dim * rotated);
   if (spec.dim < 2 || spec.dim % 2 != 0) {
     return config.Wrong("head_dim", absl::StrCat(head_dim),
@@ -226,11 +229,12 @@ absl::StatusOr<RopeSpec> ReadRope(const Config& config, int head_dim, double def
   }
   if (type == "linear") {
     ASSIGN_OR_RETURN(const double factor, PositiveNumber(*object, {"factor"}, std::nullopt));
+    absl::StrAppend(&read.text, ", linear scaling by ", factor);
     for (double& frequency : spec.inverse_frequency) frequency /= factor;
   } else if (type == "llama3") {
-    RETURN_IF_ERROR(ApplyLlama3(config, *object, max_positions, spec));
+    RETURN_IF_ERROR(ApplyLlama3(config, *object, max_positions, read));
   }
-  return spec;
+  return read;
 }
 
 absl::StatusOr<std::vector<std::string>> ReadLayerTypes(const Config& config, int64_t layers) {

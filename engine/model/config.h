@@ -70,8 +70,13 @@ absl::StatusOr<int> WholeHeadDim(const Config& config, int d_model, int q_heads)
 // Rotary parameters in their version-4 form (rope_theta, rope_scaling) and version-5 form
 // (rope_parameters, flat or one object per layer type). Scalings other than default, linear and
 // llama3 are refused by name. `layer_type` picks the object of that type where there is one.
-absl::StatusOr<RopeSpec> ReadRope(const Config& config, int head_dim, double default_theta,
-                                  int64_t max_positions, const std::string& layer_type);
+struct RopeConfig {
+  RopeSpec spec;
+  std::string
+      text;  // what the frequencies come from: "theta 10000", "theta 100, linear scaling ..."
+};
+absl::StatusOr<RopeConfig> ReadRope(const Config& config, int head_dim, double default_theta,
+                                    int64_t max_positions, const std::string& layer_type);
 
 // layer_types, one of "full_attention" and "sliding_attention" per layer; empty when the key is
 // absent.

@@ -62,6 +62,16 @@ void ExplainTensors(const Checkpoint& checkpoint, std::vector<InspectedTensor>& 
   }
 }
 
+json RopeJson(const ModelLayer& layer) {
+  const RopeSpec& rope = layer.spec.rope;
+  if (rope.dim == 0) return nullptr;
+  return {{"dim", rope.dim},
+          {"pairing", rope.pairing == RopePairing::kHalf ? "half" : "interleaved"},
+          {"from", layer.rope_text},
+          {"inverse_frequency", rope.inverse_frequency},
+          {"attention_factor", rope.attention_factor}};
+}
+
 json LayerJson(const ModelLayer& layer, DType kv_dtype) {
   const AttentionSpec& spec = layer.spec;
   const bool takes_context = spec.cross || spec.mask_selectable;
@@ -85,6 +95,13 @@ json LayerJson(const ModelLayer& layer, DType kv_dtype) {
       {"mask_selectable", spec.mask_selectable},
       {"window", spec.window},
       {"positions", PositionRuleName(spec)},
+      {"rope", RopeJson(layer)},
+      {"alibi_slopes", spec.alibi_slopes},
+      {"softcap", spec.softcap},
+      {"clip_qkv", spec.clip_qkv},
+      {"sinks", spec.sinks},
+      {"qk_norm", spec.qk_norm != QkNorm::kNone},
+      {"qk_norm_eps", spec.qk_norm_eps},
       {"sessions", spec.keeps_history()},
       {"cross_attention", takes_context},
       {"weight_dtype", DTypeName(layer.weight_dtype)},

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the loader makes of a checkpoint folder, for people: accepted or why not, and what every
-// stored tensor is for. `attend inspect` prints it; nothing that serves calls it.
+// stored tensor is for. `attend inspect` prints it (client/cli/inspect.cc makes the text for
+// people); nothing that serves calls it. JSON is written here because only engine/model includes
+// the library.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +38,7 @@ struct Inspection {
 // An error only where there is no folder to look at: NOT_FOUND or PERMISSION_DENIED.
 absl::StatusOr<Inspection> InspectCheckpoint(const std::string& directory);
 
-// One object; layers have the field names of attend.v1.Layer.
+// One object; layers have the field names of attend.v1.Layer, and what a Layer does not tell.
 std::string InspectionJson(const Inspection& inspection);
 
 }  // namespace attend

@@ -3,6 +3,7 @@
 
 #include <grpc/support/time.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "engine/util/check.h"
@@ -139,7 +140,10 @@ void Call::OnHeaders() {
   if (!admitted.ok()) observer_.Refused(*method_, admitted);
   const std::lock_guard lock(mutex_);
   admitted_ = admitted.ok();
-  if (admitted_) return Advance();
+  if (admitted_) {
+    if (!method_->streaming()) queue_->AddReceiving(shared_from_this());
+    return Advance();
+  }
   if (!method_->streaming()) CountEnd({.started = received_}, admitted.code(), false);
   Finish(admitted);
 }
@@ -175,7 +179,10 @@ void Call::OnRead(bool ok) {
     return Finish(WrongMessageCount(messages_));
   }
   if (end_) return Advance();
-  if (!method_->streaming()) AcceptItem(static_cast<int64_t>(request_.Length()));
+  if (!method_->streaming()) {
+    queue_->RemoveReceiving(this);
+    AcceptItem(static_cast<int64_t>(request_.Length()));
+  }
   lock.unlock();
   method_->OnMessage(shared_from_this(), Take(request_), 0);
 }
@@ -225,6 +232,20 @@ void Call::EndStream(const absl::Status& status) {
   const std::lock_guard lock(mutex_);
   if (!end_) end_ = status;
   Advance();
+}
+
+void Call::EndIfOverdue(std::chrono::milliseconds longest) {
+  const std::lock_guard lock(mutex_);
+  const bool received = !items_.empty() || first_item_ > 0;
+  if (over_ || received) return;
+  const Clock::time_point end = received_ + longest;
+  if (Clock::now() < std::min(deadline_.value_or(end), end)) return;
+  const absl::Status late =
+      MakeError(absl::StatusCode::kDeadlineExceeded, {.reason = Reason::kDeadline},
+                "the request did not arrive within its deadline");
+  observer_.Refused(*method_, late);
+  CountEnd({.started = received_}, late.code(), false);
+  Finish(late);
 }
 
 void Call::Advance() {
@@ -278,9 +299,12 @@ void Call::Finish(const absl::Status& status) {
 // counted.
 void Call::BecomeOver() {
   over_ = true;
-  if (admitted_ && method_->streaming()) {
+  if (!admitted_) return;
+  if (method_->streaming()) {
     queue_->RemoveStream(this);
     observer_.StreamClosed(*method_);
+  } else {
+    queue_->RemoveReceiving(this);
   }
 }
 

@@ -69,6 +69,10 @@ class Call : public std::enable_shared_from_this<Call> {
   // in no other way.
   void EndStream(const absl::Status& status);
 
+  // Ends a unary call whose request is not all there at its deadline, or `longest` after its
+  // headers, with DEADLINE_EXCEEDED.
+  void EndIfOverdue(std::chrono::milliseconds longest);
+
   // Something that the method keeps with the call, e.g. what Admit reserved; released with the
   // call. Attach within Admit only, read within the method's functions.
   void Attach(std::shared_ptr<void> attachment) { attachment_ = std::move(attachment); }

@@ -65,6 +65,24 @@ class CallQueue {
     }
   }
 
+  // Unary calls whose request is on its way.
+  void AddReceiving(const std::shared_ptr<Call>& call) {
+    const std::lock_guard lock(receiving_mutex_);
+    receiving_.emplace(call.get(), call);
+  }
+  void RemoveReceiving(Call* call) {
+    const std::lock_guard lock(receiving_mutex_);
+    receiving_.erase(call);
+  }
+  std::vector<std::shared_ptr<Call>> Receiving() const {
+    std::vector<std::shared_ptr<Call>> calls;
+    const std::lock_guard lock(receiving_mutex_);
+    for (const auto& [unused, weak] : receiving_) {
+      if (std::shared_ptr<Call> call = weak.lock()) calls.push_back(std::move(call));
+    }
+    return calls;
+  }
+
   std::atomic<int64_t> live_calls{0};
   // From a call's headers until gRPC is done with it; who else keeps it does not matter.
   std::atomic<int64_t> running_calls{0};
@@ -77,6 +95,9 @@ class CallQueue {
   mutable std::mutex streams_mutex_;
   bool refuse_streams_ = false;                             // guarded by streams_mutex_
   std::unordered_map<Call*, std::weak_ptr<Call>> streams_;  // guarded by streams_mutex_
+
+  mutable std::mutex receiving_mutex_;
+  std::unordered_map<Call*, std::weak_ptr<Call>> receiving_;  // guarded by receiving_mutex_
 };
 
 }  // namespace attend

@@ -74,6 +74,9 @@ void Configure(const DispatcherSettings& settings, grpc::ServerBuilder& builder)
       {GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1},
       {GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kMinPingIntervalMs},
       {GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeTimeoutMs},
+      // gRPC's own deadlines answer beside ours: a stream then ends twice on the wire, and nginx
+      // takes the second end for another client's call. The methods heed deadlines.
+      {GRPC_ARG_ENABLE_DEADLINE_CHECKS, 0},
   };
   for (const auto& [name, value] : arguments) builder.AddChannelArgument(name, value);
 }
@@ -158,10 +161,17 @@ std::vector<std::shared_ptr<Call>> Dispatcher::Streams() const {
   return streams;
 }
 
+void Dispatcher::EndOverdueRequests(std::chrono::milliseconds longest) {
+  for (const std::shared_ptr<CallQueue>& queue : queues_) {
+    for (const std::shared_ptr<Call>& call : queue->Receiving()) call->EndIfOverdue(longest);
+  }
+}
+
 void Dispatcher::Refuse(std::chrono::system_clock::time_point deadline) {
-  if (refusing_.exchange(true)) return;
-  for (const std::shared_ptr<CallQueue>& queue : queues_) queue->RefuseStreams();
-  for (const std::shared_ptr<Call>& stream : Streams()) stream->EndStream(ShutdownStatus());
+  if (!refusing_.exchange(true)) {
+    for (const std::shared_ptr<CallQueue>& queue : queues_) queue->RefuseStreams();
+    for (const std::shared_ptr<Call>& stream : Streams()) stream->EndStream(ShutdownStatus());
+  }
   const auto running = [](const std::shared_ptr<CallQueue>& queue) {
     return queue->running_calls.load() > 0;
   };

@@ -64,8 +64,12 @@ class Dispatcher {
   // Thread-safe.
   std::vector<std::shared_ptr<Call>> Streams() const;
 
+  // Ends unary calls whose request is not all there at their deadline, or `longest` after their
+  // headers, with DEADLINE_EXCEEDED. To be called again and again. Thread-safe.
+  void EndOverdueRequests(std::chrono::milliseconds longest);
+
   // Ends all streams and from now on all new calls with UNAVAILABLE, and waits until the running
-  // ones are answered or `deadline` is there. Not on a queue thread.
+  // ones are answered or `deadline` is there. Not on a queue thread. A second call only waits.
   void Refuse(std::chrono::system_clock::time_point deadline);
   // Refuse, then ends all connections; calls without an answer are cancelled, and so may be those
   // that arrive just now. Not on a queue thread. The owner then stops whatever still answers calls,

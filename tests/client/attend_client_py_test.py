@@ -329,6 +329,10 @@ def test_forks_and_cuts_go_their_own_ways(client):
         calls = session.info()
         session.rewind_to(6)  # speculative tokens that were not accepted
         assert session.length == 6 and session.info().length == calls.length == 10
+        for length in (-3, 2.5, None):
+            with pytest.raises(InvalidRequest, match="length: got"):
+                session.rewind_to(length)
+        assert session.length == 6
         with session.fork() as fork:
             assert fork.length == 6 and same(fork.attend("0", rows[6:]).output, whole[6:])
         assert same(session.attend("0", rows[6:], no_append=True).output, whole[6:])
@@ -514,6 +518,18 @@ def test_a_wrong_address_is_a_clear_error():
         Client("127.0.0.1:1", attempts=3)
     assert nobody.value.attempts == 3 and nobody.value.retryable and nobody.value.reason == ""
     assert isinstance(nobody.value, ConnectionError)
+
+
+@pytest.mark.parametrize("address", ["", None, "127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:x", ":50051",
+                                     "http://127.0.0.1:50051", "::1:50051"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(InvalidRequest, match="address: got .* wanted HOST:PORT") as refused:
+        Client(address)
+    assert refused.value.field == "address" and refused.value.attempts == 0
+
+
+def test_a_timeout_without_end_is_a_long_one(client):
+    assert client.attend("0", rows_of(2, 36), model="bert", timeout=float("inf")).positions == [0]
 
 
 def test_a_proxy_in_the_environment_is_not_asked(server, monkeypatch):

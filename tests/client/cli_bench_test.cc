@@ -5,15 +5,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <sys/wait.h>
+#include <unistd.h>
 
-#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <latch>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "tests/client/fake_attention.h"
 #include "tests/integration/server_process.h"
+#include "tests/support/shell.h"
 
 namespace attend {
 namespace {
@@ -24,52 +28,49 @@ using testing::HasSubstr;
 using testing::Not;
 using testing::StartsWith;
 
-struct Outcome {
-  int code = -1;
-  std::string text;  // standard output and error together
+json JsonOf(const Outcome& outcome) {
+  json parsed = json::parse(outcome.text, nullptr, false);
+  EXPECT_FALSE(parsed.is_discarded()) << outcome.text;
+  return parsed;
+}
 
-  json Json() const {
-    json parsed = json::parse(text, nullptr, false);
-    EXPECT_FALSE(parsed.is_discarded()) << text;
-    return parsed;
-  }
-};
+std::string Command(const std::string& address, const std::string& flags) {
+  return ATTEND_BINARY_DIR "/bin/attend --server " + address + " bench " + flags;
+}
 
 // `attend bench` while it runs.
 class Bench {
  public:
+  // A shell of its own, so that the exit code is what a user's shell says: 128 + a signal's number.
   Bench(const std::string& address, const std::string& flags)
-      : pipe_(popen(("echo $$; exec " ATTEND_BINARY_DIR "/bin/attend --server " + address +
-                     " bench " + flags + " 2>&1")
-                        .c_str(),
-                    "r")) {
-    EXPECT_EQ(std::fscanf(pipe_, "%d", &pid_), 1);
-    EXPECT_EQ(std::fgetc(pipe_), '\n');
-  }
+      : outcome_(std::async(std::launch::async, [this, address, flags] {
+          return RunShell("{ sh -c 'echo $$ > " + pid_file_ + "; exec " + Command(address, flags) +
+                          "'; exit $?; }");
+        })) {}
   ~Bench() {
-    if (pipe_ == nullptr) return;
-    kill(pid_, SIGKILL);
-    pclose(pipe_);
+    if (outcome_.valid()) Signal(SIGKILL);
+    std::filesystem::remove(pid_file_);
   }
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;
 
-  void Signal(int number) const { kill(pid_, number); }
-  Outcome Wait() {
-    Outcome outcome;
-    char buffer[4096];
-    for (size_t got; (got = std::fread(buffer, 1, sizeof(buffer), pipe_)) > 0;) {
-      outcome.text.append(buffer, got);
-    }
-    const int status = pclose(pipe_);
-    pipe_ = nullptr;
-    outcome.code = WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
-    return outcome;
+  // Of a run that has not been waited for.
+  void Signal(int number) const {
+    pid_t pid = 0;
+    EXPECT_TRUE(Eventually([&] { return bool(std::ifstream(pid_file_) >> pid); }));
+    if (pid > 0) kill(pid, number);
   }
+  Outcome Wait() { return outcome_.get(); }
 
  private:
-  FILE* pipe_ = nullptr;
-  pid_t pid_ = -1;
+  static std::string NewPidFile() {
+    static int count = 0;
+    return testing::TempDir() + "attend_bench_" + std::to_string(getpid()) + "_" +
+           std::to_string(++count);
+  }
+
+  const std::string pid_file_ = NewPidFile();
+  std::future<Outcome> outcome_;
 };
 
 class CliBenchTest : public testing::Test {
@@ -80,12 +81,14 @@ class CliBenchTest : public testing::Test {
     server_ = std::make_unique<ServerProcess>(flags);
     ASSERT_TRUE(server_->WaitForServing()) << server_->log();
   }
-  Outcome Run(const std::string& flags) const { return Bench(server_->address(), flags).Wait(); }
+  Outcome Run(const std::string& flags) const {
+    return RunShell(Command(server_->address(), flags));
+  }
   // The report of a run in which nothing failed.
   json Report(const std::string& flags) const {
     const Outcome outcome = Run(flags + " --json");
     EXPECT_EQ(outcome.code, 0) << outcome.text;
-    json report = outcome.Json();
+    json report = JsonOf(outcome);
     EXPECT_EQ(report["failed"]["total"], 0);
     EXPECT_EQ(report["ended_early"], false);
     EXPECT_GT(report["measured_seconds"], 0);
@@ -171,18 +174,24 @@ TEST_F(CliBenchTest, AnOpenLoopSendsEveryArrivalOfItsRequests) {
   EXPECT_GT(report["measured_seconds"], 0.015);
 }
 
-TEST_F(CliBenchTest, AnOpenLoopSaysWhatItCouldNotSend) {
+TEST_F(CliBenchTest, AnOpenLoopThatOneClientCannotServeIsLate) {
   Start();
-  const json report = Report("--rate 1000000 --clients 1 --tokens 1 --seconds 0.2");
+  // A million a second: the last of them is due long before 10 calls can be done.
+  const json report = Report("--rate 1000000 --clients 1 --tokens 1 --requests 2000");
   const json& requests = report["kinds"]["request"];
-  const double unsent = report["arrivals"]["unsent"];
-  EXPECT_GT(unsent, 0);
-  EXPECT_GT(report["arrivals"]["late"], 0);
-  // A Poisson number of 200,000 arrivals; five deviations.
-  EXPECT_NEAR(requests["count"].get<double>() + unsent, 200000, 5 * 450);
+  EXPECT_EQ(requests["count"], 2000);
+  EXPECT_GT(report["arrivals"]["late"], 1000);
   // Latency counts from the scheduled time, so that waiting is part of it.
   EXPECT_GT(requests["mean_ms"]["wait"], 1);
   EXPECT_GT(requests["latency_ms"]["mean"], requests["mean_ms"]["wait"].get<double>());
+}
+
+TEST_F(CliBenchTest, AnOpenLoopByTimeSaysWhatItCouldNotSend) {
+  Start();
+  const json report = Report("--rate 1000000 --clients 1 --tokens 1 --seconds 0.2");
+  const double answered = report["kinds"]["request"]["count"];
+  // A Poisson number of 200,000 arrivals; five deviations.
+  EXPECT_NEAR(answered + report["arrivals"]["unsent"].get<double>(), 200000, 5 * 450);
 }
 
 TEST_F(CliBenchTest, SessionsBeginWithAPromptAndAreReplacedAfterTheirSteps) {
@@ -233,6 +242,28 @@ TEST_F(CliBenchTest, TheDecodeLoopsHistoriesDoNotGrow) {
   EXPECT_EQ(report["kinds"]["step"]["count"], 3000);
 }
 
+TEST_F(CliBenchTest, HistoriesOfALayerWithASelectableMaskAreCausal) {
+  server_ = std::make_unique<ServerProcess>(std::vector{GoldenModelFlag("torch_mha")});
+  ASSERT_TRUE(server_->WaitForServing()) << server_->log();
+  EXPECT_EQ(
+      Report("--sessions 3 --clients 2 --tokens 4 --steps 3 --requests 30")["refused"]["total"], 0);
+  const json report = Report("--decode_loop --sessions 3 --prompt 5 --steps 3 --requests 30");
+  EXPECT_EQ(report["kinds"]["step"]["count"], 30);
+  EXPECT_EQ(Report("--clients 1 --requests 3")["kinds"]["request"]["count"], 3);  // no context
+}
+
+TEST_F(CliBenchTest, RefusedStepsOfTheDecodeLoopDoNotGrowItsHistories) {
+  // Room for one block of 64 tokens (15,360 bytes) in both layers for each of 8 sessions, and for
+  // two more.
+  Start({"--queue_requests=1", "--kv_bytes=276480"});
+  const json report =
+      Report("--decode_loop --sessions 8 --micro_batches 8 --steps 62 --requests 4000");
+  const int refused = report["refused"]["total"];
+  EXPECT_GT(refused, 0);
+  EXPECT_EQ(report["refused"]["by_reason"], json({{"QUEUE_FULL", refused}}));
+  EXPECT_EQ(report["kinds"]["step"]["count"], 4000 - refused);
+}
+
 TEST_F(CliBenchTest, RefusalsAreResultsAndNoFailures) {
   Start({"--queue_requests=1"});
   const json report = Report("--clients 8 --tokens 64:128 --requests 400");
@@ -243,17 +274,17 @@ TEST_F(CliBenchTest, RefusalsAreResultsAndNoFailures) {
 }
 
 TEST_F(CliBenchTest, AKilledServerCountsAsFailuresAndEndsTheRun) {
-  Start();
   for (const char* load : {"--tokens 4", "--tokens 4 --rate 1000", "--sessions 6 --tokens 4",
                            "--decode_loop --sessions 4"}) {
     Start();
+    // A few seconds, as each client has to connect within them too.
     Bench bench(server_->address(),
-                std::string(load) + " --requests 1000000000 --timeout 1 --json");
+                std::string(load) + " --requests 1000000000 --timeout 4 --json");
     ASSERT_TRUE(WaitForAnswers(100)) << load;
     server_->Signal(SIGKILL);
     const Outcome outcome = bench.Wait();
     EXPECT_EQ(outcome.code, 1) << outcome.text;
-    const json report = outcome.Json();
+    const json report = JsonOf(outcome);
     EXPECT_EQ(report["ended_early"], true) << load;
     EXPECT_GT(report["failed"]["by_reason"]["UNAVAILABLE"], 0) << load;
     EXPECT_LT(report["measured_seconds"], kPatience.count()) << load;
@@ -275,7 +306,7 @@ TEST_F(CliBenchTest, SessionsOfARestartedServerAreCountedAndReplaced) {
     bench.Signal(SIGINT);
     const Outcome outcome = bench.Wait();
     EXPECT_EQ(outcome.code, 130) << outcome.text;
-    const json report = outcome.Json();
+    const json report = JsonOf(outcome);
     const int lost = report["sessions_lost"]["total"];
     EXPECT_GT(lost, 0) << load;
     EXPECT_EQ(report["sessions_lost"]["by_reason"], json({{"SESSION_LOST_IN_RESTART", lost}}));
@@ -294,13 +325,14 @@ TEST_F(CliBenchTest, CtrlCEndsEarlyReportsAndClosesSessions) {
     bench.Signal(SIGINT);
     const Outcome outcome = bench.Wait();
     EXPECT_EQ(outcome.code, 130);
-    EXPECT_THAT(outcome.text, AllOf(HasSubstr("ended early by a signal"), HasSubstr("failed   ")));
+    EXPECT_THAT(outcome.text,
+                AllOf(HasSubstr("ended early by signal 2\n"), HasSubstr("failed   ")));
     EXPECT_EQ(WhatIsLeft(*server_), "") << load;
   }
 }
 
 TEST_F(CliBenchTest, WithoutAServerItSaysSo) {
-  const Outcome outcome = Bench("127.0.0.1:1", "").Wait();
+  const Outcome outcome = RunShell(Command("127.0.0.1:1", ""));
   EXPECT_EQ(outcome.code, 1);
   EXPECT_THAT(outcome.text, StartsWith("attend: UNAVAILABLE"));
 }
@@ -319,9 +351,15 @@ TEST_F(CliBenchTest, WrongUsageSaysWhatIsAllowed) {
            {"--dtype f64", "wanted f32|f16|bf16"},
            {"", "--model: got none, wanted one of"},
            {"--model gpt", "--model: got gpt, wanted one of"},
-           {"--model llama --layer 9", "--layer: got 9, wanted a self-attention layer in model"},
+           {"--model llama --layer 9",
+            "--layer: got 9, wanted one of the self-attention layers of"},
            {"--model llama --decode_loop --layers 3", "--layers: got 3, wanted at most 2"},
-           {"--model bert --sessions 3", "wanted at most 0, the self-attention layers with sess"},
+           {"--model bert --sessions 3",
+            "--model: got bert without self-attention layers that keep sessions"},
+           {"--model bert --decode_loop --layers 2",
+            "--model: got bert without self-attention layers that keep sessions"},
+           {"--model bert --layer 0 --sessions 3",
+            "--layer: got 0, wanted one of the self-attention layers that keep sessions of model"},
            {"--model llama --tokens 65537", "got requests of up to 65537 rows, wanted at most"},
            {"--model llama --tokens 1:40000", "message_bytes = 4194304"}}) {
     const Outcome outcome = Run(flags);
@@ -331,34 +369,126 @@ TEST_F(CliBenchTest, WrongUsageSaysWhatIsAllowed) {
   }
 }
 
-TEST(CliBenchFakeTest, WrongAnswersAreFailures) {
-  client::FakeAttention server;  // echoes rows of 2, where its layer says 0
-  server.info.mutable_limits()->set_request_tokens(100);
-  const Outcome outcome =
-      Bench(server.address(), "--clients 1 --warmup 0 --tokens 3 --requests 2").Wait();
+// ---- Against a server whose failures are scripted ----
+
+class CliBenchFakeTest : public testing::Test {
+ protected:
+  CliBenchFakeTest() { server_.info.mutable_limits()->set_request_tokens(100); }
+
+  // One call of any method that goes well, in the order of the script.
+  void PassNext() { server_.FailNext({.status = {}, .applied = true}); }
+  Outcome Run(const std::string& flags) const {
+    return RunShell(Command(server_.address(), flags));
+  }
+
+  std::latch released_{1};  // outlives the handlers that wait for it
+  client::FakeAttention server_;
+};
+
+TEST_F(CliBenchFakeTest, WrongAnswersAreFailures) {
+  // Echoes rows of 2, where its layer says 0.
+  const Outcome outcome = Run("--clients 1 --warmup 0 --tokens 3 --requests 2");
   EXPECT_EQ(outcome.code, 1);
   EXPECT_THAT(outcome.text,
               AllOf(HasSubstr("failed         2: WRONG_ANSWER 2\n"),
                     HasSubstr("first WRONG_ANSWER: output: got f32 [3, 2] in 24 bytes, wanted")));
 }
 
-TEST(CliBenchFakeTest, AttemptsAreCountedAsRetried) {
+TEST_F(CliBenchFakeTest, AttemptsAreCountedAsRetried) {
   for (int attempts : {1, 3}) {
-    client::FakeAttention server;
-    server.info.mutable_limits()->set_request_tokens(100);
-    server.FailNext({.status = {}, .applied = true});  // ListModels
+    PassNext();  // ListModels
     const grpc::Status draining = client::StatusWithReason(grpc::UNAVAILABLE, v1::DRAINING);
-    server.FailNext({.status = draining, .pushback = "0"});
-    server.FailNext({.status = draining, .pushback = "0"});
-    const Outcome outcome =
-        Bench(server.address(), "--clients 1 --warmup 0 --tokens 3 --requests 3 --json" +
-                                    (" --attempts " + std::to_string(attempts)))
-            .Wait();
-    const json report = outcome.Json();
+    server_.FailNext({.status = draining, .pushback = "0"});
+    server_.FailNext({.status = draining, .pushback = "0"});
+    const json report = JsonOf(Run("--clients 1 --warmup 0 --tokens 3 --requests 3 --json" +
+                                   (" --attempts " + std::to_string(attempts))));
     EXPECT_EQ(report["refused"]["total"], attempts == 1 ? 2 : 0);
     EXPECT_EQ(report["retried"]["by_reason"],
               attempts == 1 ? json::object() : json({{"DRAINING", 2}}));
+    EXPECT_EQ(report["calls"], attempts == 1 ? 3 : 5);
   }
+}
+
+TEST_F(CliBenchFakeTest, AClientThatCannotStartEndsTheRunAtOnce) {
+  PassNext();
+  server_.FailNext({.status = {grpc::StatusCode::INTERNAL, "no more"}});  // an OpenSession
+  const Outcome outcome =
+      Run("--decode_loop --sessions 3 --micro_batches 3 --seconds 100000 --timeout 80000");
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.text, HasSubstr("attend: INTERNAL: no more\n"));
+  EXPECT_THAT(outcome.text, Not(HasSubstr("measured")));
+}
+
+TEST_F(CliBenchFakeTest, ASignalBeforeTheStartWaitsForNoAnswer) {
+  PassNext();
+  server_.FailNext({.status = {}, .during = [this] { released_.wait(); }});
+  Bench bench(server_.address(), "--clients 2 --tokens 3 --timeout 80000");
+  EXPECT_TRUE(Eventually([&] { return !server_.seen("Attend").empty(); }));
+  bench.Signal(SIGTERM);
+  const Outcome outcome = bench.Wait();
+  released_.count_down();
+  EXPECT_EQ(outcome.code, 143);
+  EXPECT_THAT(outcome.text, HasSubstr("attend: ended by signal 15 before the load began\n"));
+}
+
+TEST_F(CliBenchFakeTest, ASecondSignalOfTheOtherKindEndsAtOnce) {
+  PassNext();
+  server_.FailNext({.status = {}, .during = [this] { released_.wait(); }});
+  Bench bench(server_.address(),
+              "--clients 1 --tokens 3 --warmup 0 --seconds 100000 --timeout 80000");
+  EXPECT_TRUE(Eventually([&] { return !server_.seen("Attend").empty(); }));
+  bench.Signal(SIGINT);
+  bench.Signal(SIGTERM);
+  EXPECT_EQ(bench.Wait().code, 143);
+  released_.count_down();
+}
+
+class CliBenchStepTest : public CliBenchFakeTest {
+ protected:
+  // Layer and position of each call of Attend, all of one session.
+  std::vector<std::pair<std::string, int64_t>> Calls() const {
+    std::vector<std::pair<std::string, int64_t>> calls;
+    for (const auto& call : server_.seen("Attend")) {
+      calls.emplace_back(call.attend.layer(), call.attend.sequences(0).position());
+    }
+    return calls;
+  }
+};
+
+TEST_F(CliBenchStepTest, AStepThatFailedIsRepeatedFromItsBeginningOnEveryLayer) {
+  server_.output_width = 2;
+  for (int i = 0; i < 2; ++i) PassNext();  // ListModels, OpenSession
+  std::vector<std::pair<std::string, int64_t>> wanted;
+  constexpr int kRounds = 4;
+  for (int i = 0; i < kRounds; ++i) {
+    for (int j = 0; j < 3; ++j) PassNext();  // a step, and the first layer of the next
+    server_.FailNext(
+        {.status = client::StatusWithReason(grpc::RESOURCE_EXHAUSTED, v1::QUEUE_FULL)});
+    server_.FailNext({.status = {grpc::StatusCode::UNAVAILABLE, "gone"}, .applied = i % 2 == 0});
+    for (const auto& [layer, position] :
+         {std::pair("0", i), std::pair("1", i), std::pair("0", i + 1), std::pair("1", i + 1),
+          std::pair("0", i + 1)}) {
+      wanted.emplace_back(layer, position);
+    }
+  }
+  for (const char* layer : {"0", "1"}) wanted.emplace_back(layer, kRounds);
+  const Outcome outcome = Run("--decode_loop --sessions 1 --warmup 0 --json --requests " +
+                              std::to_string(3 * kRounds + 1));
+  EXPECT_EQ(outcome.code, 1);
+  const json report = JsonOf(outcome);
+  EXPECT_EQ(report["kinds"]["step"]["count"], kRounds + 1);
+  EXPECT_EQ(report["refused"]["total"], kRounds);
+  EXPECT_EQ(report["failed"]["total"], kRounds);
+  EXPECT_EQ(report["sessions_opened"], 1);
+  EXPECT_EQ(report["calls"], 5 * kRounds + 2);
+  EXPECT_EQ(Calls(), wanted);
+  EXPECT_EQ(server_.open_sessions(), 0u);
+}
+
+TEST_F(CliBenchStepTest, SoIsAStepWithAWrongAnswer) {
+  const json report = JsonOf(Run("--decode_loop --sessions 1 --warmup 0 --requests 3 --json"));
+  EXPECT_EQ(report["failed"]["by_reason"], json({{"WRONG_ANSWER", 3}}));
+  EXPECT_EQ(Calls(), std::vector(3, std::pair<std::string, int64_t>("0", 0)));
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ TEST(CliInspectTest, TheTextSaysWhatWasUnderstood) {
   for (const char* line :
        {"family       llama\n", "layers       2\n", "\nlayer 0 .. 1\n",
         "64 in, 64 out, 8 query and 2 key/value heads of 8\n", "mask       causal\n",
-        "positions  rope over 8 of 8, halves paired\n", "yes, 128 B a token in F32\n",
+        "positions  rope over 8 of 8, halves paired, theta 100\n", "yes, 128 B a token in F32\n",
         "sessions     256 B a token in all layers\n", "module     layers.{0 .. 1}.self_attn\n",
         "layers.{0 .. 1}.self_attn.k_proj.weight  F32 [16, 64]  k\n",
         "ignored, outside the attention modules: 12 tensors", "embed_tokens.weight "}) {
@@ -89,6 +89,40 @@ TEST(CliInspectTest, TheTextSaysWhatWasUnderstood) {
   EXPECT_THAT(Inspect(GoldenDirectory("bert")).text,
               AllOf(HasSubstr("no: it looks both ways"), HasSubstr("ignored, in an attention"),
                     HasSubstr("attention.output.LayerNorm.weight")));
+}
+
+TEST(CliInspectTest, PositionsAreToldWithThetaAndScaling) {
+  for (const auto& [variant, rope] :
+       {std::pair{"llama_theta10000", "rope over 16 of 16, halves paired, theta 10000\n"},
+        {"llama_linear", "rope over 12 of 12, halves paired, theta 100, linear scaling by 4\n"},
+        {"llama_llama3",
+         "rope over 16 of 16, halves paired, theta 100, llama3 scaling by 4 over 64 positions, "
+         "frequency factors 1 and 4\n"}}) {
+    EXPECT_THAT(Inspect(GoldenDirectory(variant)).text, HasSubstr(rope));
+  }
+  const json rope = InspectJson(GoldenDirectory("llama_linear"))["layers"][1]["rope"];
+  EXPECT_EQ(rope["from"], "theta 100, linear scaling by 4");
+  EXPECT_EQ(rope["inverse_frequency"].size(), 6u);
+  EXPECT_EQ(rope["inverse_frequency"][0], 0.25);
+  EXPECT_TRUE(InspectJson(GoldenDirectory("bert"))["layers"][0]["rope"].is_null());
+}
+
+TEST(CliInspectTest, LayersOfDifferentThetaAndWindowAreToldApart) {
+  TestCheckpoint checkpoint = GoldenCheckpoint("qwen3");
+  checkpoint.config["use_sliding_window"] = true;
+  checkpoint.config["sliding_window"] = 5;
+  checkpoint.config["layer_types"] = {"full_attention", "sliding_attention"};
+  checkpoint.config["rope_parameters"] = {
+      {"full_attention", {{"rope_type", "default"}, {"rope_theta", 1e6}}},
+      {"sliding_attention", {{"rope_type", "linear"}, {"rope_theta", 7}, {"factor", 2.5}}}};
+  EXPECT_THAT(Inspect(checkpoint).text,
+              AllOf(HasSubstr("\nlayer 0\n"), HasSubstr("mask       causal\n"),
+                    HasSubstr("halves paired, theta 1e+06\n"), HasSubstr("\nlayer 1\n"),
+                    HasSubstr("mask       causal, window 5\n"),
+                    HasSubstr("halves paired, theta 7, linear scaling by 2.5\n"),
+                    HasSubstr("q and k normalised per head with eps 1e-06\n")));
+  checkpoint.config["layer_types"] = {"sliding_attention", "sliding_attention"};
+  EXPECT_THAT(Inspect(checkpoint).text, HasSubstr("\nlayer 0 .. 1\n"));
 }
 
 TEST(CliInspectTest, TensorsArePrintedOneByOneOnRequest) {
@@ -137,6 +171,16 @@ TEST(CliInspectTest, ARefusedCheckpointSaysWhyAndWhatCouldBeRead) {
   EXPECT_THAT(machine["refused_because"].get<std::string>(), HasSubstr("config.json"));
   EXPECT_THAT(machine["tensors_unreadable"].get<std::string>(), HasSubstr("5 bytes"));
   EXPECT_FALSE(machine.contains("layers"));
+}
+
+TEST(CliInspectTest, NamesInFilesCannotSteerATerminal) {
+  TestCheckpoint checkpoint = GoldenCheckpoint("llama");
+  checkpoint.config["model_type"] = "\x1b[31mred\n";
+  checkpoint.tensors["a\n\x1b[2J"] = checkpoint.tensors.begin()->second;
+  const Outcome hostile = Inspect(checkpoint, "--tensors");
+  EXPECT_EQ(hostile.code, 1);
+  EXPECT_THAT(hostile.text,
+              AllOf(HasSubstr("red\\n"), HasSubstr("a\\n\\x1b[2J"), Not(HasSubstr("\x1b"))));
 }
 
 TEST(CliInspectTest, AFolderThatIsNotThereIsWrongUsage) {

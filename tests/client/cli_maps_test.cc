@@ -134,6 +134,26 @@ TEST_F(CliMapsTest, AnAnswerThatIsTooLargeSaysWhatHelps) {
   }
 }
 
+TEST_F(CliMapsTest, AnAnswerWhoseSizesDoNotFitIsRefused) {
+  WriteText("tokens", "a\nb\n");
+  v1::Tensor torn = FakeAttention::Floats({2, 2, 2}, {1, 0, 0.5f, 0.5f, 1, 0, 0.25f, 0.75f});
+  torn.mutable_data()->resize(20);
+  const std::vector<std::pair<v1::Tensor, std::string>> wrong = {
+      {torn, "not [heads, rows, keys]"},
+      {FakeAttention::Floats({1, 3, 3}, std::vector<float>(9, 0.5f)), "wanted 3, one for each"},
+      {FakeAttention::Floats({1, 2, 1}, {1, 1}), "fewer keys than rows"},
+  };
+  for (const auto& [weights, message] : wrong) {
+    server_.weights = {weights};
+    const Outcome outcome = Run("run --layer 0 --input x.npy --maps m --tokens tokens");
+    EXPECT_EQ(outcome.code, 2);
+    EXPECT_THAT(outcome.text, HasSubstr(message));
+  }
+  AnswerTwoHeads(1);
+  EXPECT_THAT(Run("run --layer 0 --input x.npy --maps m --heads 5").text,
+              HasSubstr("2 heads, wanted 1"));
+}
+
 TEST_F(CliMapsTest, AnswersWithoutQueriesOrKeysGiveNoPicture) {
   server_.weights = {FakeAttention::Floats({2, 2, 0}, {})};
   const Outcome run = Run("run --layer 0.cross --input x.npy --maps m");

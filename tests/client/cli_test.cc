@@ -25,7 +25,7 @@ TEST_F(CliTest, HelpIsAnAnswerAndNamesEverySubcommand) {
     EXPECT_THAT(help.text, HasSubstr(name));
   }
   EXPECT_EQ(RunAlone("run --help").code, 0);
-  EXPECT_THAT(RunAlone("run --help").text, HasSubstr("--no-append"));
+  EXPECT_THAT(RunAlone("run --help").text, HasSubstr("--no_append"));
 }
 
 TEST_F(CliTest, WrongUsageExitsWithTwoAndSaysWhereToLook) {
@@ -36,7 +36,7 @@ TEST_F(CliTest, WrongUsageExitsWithTwoAndSaysWhereToLook) {
                                 "run --input x.npy",
                                 "--timeout 0 info",
                                 "run --layer 0 --input x.npy --position 3",
-                                "run --layer 0 --input x.npy --no-append",
+                                "run --layer 0 --input x.npy --no_append",
                                 "run --layer 0 --input x.npy --session s --rewind",
                                 "run --layer 0 --input x.npy --mask diagonal",
                                 "run --layer 0 --input x.npy --dtype f64",
@@ -64,6 +64,28 @@ TEST_F(CliTest, AnUnreachableServerIsARemoteError) {
   const Outcome outcome = Run("info");
   EXPECT_EQ(outcome.code, 1);
   EXPECT_THAT(outcome.text, StartsWith("attend: UNAVAILABLE: server " + server_.address() + ": "));
+}
+
+TEST_F(CliTest, OutputThatCannotBeWrittenIsAnError) {
+  for (const char* target : {" >/dev/full", " >&-"}) {
+    const Outcome outcome = RunShell("sh -c '" ATTEND_BINARY_DIR "/bin/attend info --server " +
+                                     server_.address() + target + "'");
+    EXPECT_EQ(outcome.code, 2) << target;
+    EXPECT_THAT(outcome.text, HasSubstr("standard output can't be written")) << target;
+  }
+}
+
+TEST_F(CliTest, AServerThatIsNoAddressIsWrongUsage) {
+  for (const char* address : {"''", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:x",
+                              ":50051", "http://127.0.0.1:50051", "::1:50051", "unix:"}) {
+    const Outcome outcome = RunAlone(std::string("--server ") + address + " info");
+    EXPECT_EQ(outcome.code, 2) << address;
+    EXPECT_THAT(outcome.text, HasSubstr("address: got")) << address;
+  }
+  for (const char* address : {"dns:///127.0.0.1:1", "[::1]:1", "unix:/nowhere"}) {
+    const Outcome outcome = RunAlone(std::string("--timeout 2 --server ") + address + " info");
+    EXPECT_EQ(outcome.code, 1) << address << outcome.text;
+  }
 }
 
 TEST_F(CliTest, TheServerMayComeFromTheEnvironment) {
@@ -120,6 +142,29 @@ TEST_F(CliTest, UnreadableFilesAreUsageErrors) {
   EXPECT_EQ(Run("run --layer 0 --input x.npy --output /nonexistent/y.npy").code, 2);
 }
 
+TEST_F(CliTest, UnwritableFilesAreNamedBeforeASessionIsAppendedTo) {
+  const std::string id = OpenSession();
+  const std::string run = "run --layer 0 --input x.npy --session " + id;
+  std::filesystem::create_directory(directory_ + "/folder");
+  Write("kept.npy", {7, 8});
+  for (const std::string flag : {"--output", "--weights"}) {
+    for (const auto& [path, why] : {std::pair{"absent/y.npy", "No such file or directory"},
+                                    {"folder", "Is a directory"},
+                                    {"x.npy/y.npy", "Not a directory"}}) {
+      const Outcome outcome = Run(run + " " + flag + " " + path);
+      EXPECT_EQ(outcome.code, 2);
+      EXPECT_EQ(outcome.text, "attend: " + flag + ": " + path + ": " + why + "\n");
+    }
+  }
+  EXPECT_EQ(server_.length(id, "0"), 0);
+  EXPECT_TRUE(server_.seen("Attend").empty());
+  // A call that fails leaves files as they were.
+  EXPECT_EQ(Run(run + " --output new.npy --weights kept.npy --position 9").code, 1);
+  EXPECT_FALSE(std::filesystem::exists(directory_ + "/new.npy"));
+  EXPECT_EQ(ReadNpy(directory_ + "/kept.npy")->ToFloats(), (std::vector<float>{7, 8}));
+  EXPECT_EQ(Run(run + " --output /dev/null").code, 0);
+}
+
 TEST_F(CliTest, ARemoteErrorIsOneLineOfCodeReasonAndMessage) {
   v1::ErrorDetail detail;
   detail.set_reason(v1::UNKNOWN_LAYER);
@@ -139,6 +184,7 @@ TEST_F(CliTest, SessionsLiveFromOpenToClose) {
   const Outcome mismatch = Run(run + " --position 1");
   EXPECT_EQ(mismatch.code, 1);
   EXPECT_THAT(mismatch.text, HasSubstr("FAILED_PRECONDITION POSITION_MISMATCH"));
+  EXPECT_EQ(Run(run + " --no_append").code, 0);
   EXPECT_EQ(Run(run + " --no-append").code, 0);
   EXPECT_EQ(server_.length(id, "0"), 4);
 

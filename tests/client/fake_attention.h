@@ -103,6 +103,7 @@ class FakeAttention final : public v1::Attention::Service {
         v1::Layer* layer = model->add_layers();
         layer->set_name(name);
         layer->set_d_model(2);
+        layer->set_output_width(output_width);
         layer->set_sessions(true);
       }
       return grpc::Status::OK;
@@ -185,7 +186,8 @@ class FakeAttention final : public v1::Attention::Service {
     return tensor;
   }
 
-  v1::ServerInfo info;  // set before a client connects
+  v1::ServerInfo info;   // set before a client connects
+  int output_width = 0;  // what ListModels says of each layer; answers are 2 wide
   // What is answered to those who ask for weights: one tensor for each sequence.
   std::vector<v1::Tensor> weights = {Floats({1, 1, 1}, {1})};
 

@@ -2,7 +2,7 @@
 //
 // Heat maps as pixels: the colour scale, where cells lie and what colour they have, labels, many
 // tokens, and the file.
-#include "client/heatmap.h"
+#include "client/cli/heatmap.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,8 +15,11 @@
 
 #include "tests/client/png_file.h"
 
-namespace attend::client {
+namespace attend::cli {
 namespace {
+
+using client::PngFile;
+using client::ReadPng;
 
 constexpr Rgb kWhite = {255, 255, 255};
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -200,6 +203,19 @@ TEST(HeatMapTest, NothingAtAllIsDrawnWithoutFault) {
   EXPECT_EQ(CellColor(drawn, drawn.areas[0], maps, 1, 1), WeightColor(0, 1));
 }
 
+TEST(HeatMapDeathTest, SizesThatDoNotFitTogetherEndTheProgram) {
+  const std::vector<float> weights(6, 0.5f);
+  EXPECT_DEATH(DrawHeatMaps(Maps(weights, 2, 3, 0)), "a name for each map");
+  EXPECT_DEATH(DrawHeatMaps(Maps(weights, 2, 2)), "names x rows x keys weights");
+  EXPECT_DEATH(DrawHeatMaps(Maps(weights, 2, 3, 2)), "names x rows x keys weights");
+  HeatMaps maps = Maps(weights, 2, 3);
+  maps.row_axis.labels = {"a", "b", "c"};
+  EXPECT_DEATH(DrawHeatMaps(maps), "no more labels than places");
+  Image image(3, 2);
+  EXPECT_DEATH(image.at(3, 0), "");
+  EXPECT_DEATH(image.at(0, -1), "");
+}
+
 // ---- Text ----
 
 // The text as '#' and ' ', line by line.
@@ -251,7 +267,7 @@ TEST(PngTest, AFileHoldsThePixels) {
   const std::string path = testing::TempDir() + "heatmap_test." + std::to_string(getpid()) + ".png";
   Image image(3, 2);
   image.at(2, 1) = {1, 2, 3};
-  ASSERT_TRUE(WritePng(path, image).ok());
+  ASSERT_EQ(WritePng(path, image), "");
   const PngFile file = ReadPng(path);
   std::filesystem::remove(path);
   ASSERT_EQ(file.width, 3);
@@ -264,11 +280,10 @@ TEST(PngTest, AFileHoldsThePixels) {
 }
 
 TEST(PngTest, AFileThatCanNotBeWrittenIsAnErrorWithItsPath) {
-  const auto written = WritePng("/nonexistent/a.png", Image(1, 1));
-  ASSERT_FALSE(written.ok());
-  EXPECT_EQ(written.error().message, "/nonexistent/a.png: No such file or directory");
-  EXPECT_FALSE(WritePng("/dev/full", Image(1000, 1000)).ok());
+  EXPECT_EQ(WritePng("/nonexistent/a.png", Image(1, 1)),
+            "/nonexistent/a.png: No such file or directory");
+  EXPECT_NE(WritePng("/dev/full", Image(1000, 1000)), "");
 }
 
 }  // namespace
-}  // namespace attend::client
+}  // namespace attend::cli

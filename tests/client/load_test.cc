@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a load generator counts and plans, without network: percentiles against sorted samples,
-// arrivals, lengths, inputs, and when a load ends.
+// What a load generator counts, plans and shows, without network: percentiles against sorted
+// samples, arrivals, lengths, inputs, when a load ends, its table and its line of progress.
 #include <gmock/gmock.h>
 #include <grpcpp/support/status.h>
 #include <gtest/gtest.h>
@@ -10,18 +10,18 @@
 #include <cmath>
 #include <thread>
 
-#include "client/cli/load_control.h"
-#include "client/cli/load_plan.h"
-#include "client/cli/load_stats.h"
+#include "client/cli/bench/report.h"
 #include "tests/support/seed.h"
 
 namespace attend::cli {
 namespace {
 
 using std::chrono::milliseconds;
+using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Pair;
+using testing::StartsWith;
 
 constexpr double kShares[] = {0.0, 0.25, 0.5, 0.9, 0.99, 0.999, 1.0};
 
@@ -152,6 +152,8 @@ TEST(LoadStatsTest, MergingAddsEverything) {
   one.of(Kind::kStep).latency.Add(7000);
   AddCall(timing, 8, 6000, &one.of(Kind::kStep));
   one.replicas["a"] = 1;
+  one.calls = 5;
+  one.turns = 6;
   one.late = 2;
   one.unsent = 3;
   one.sessions_opened = 4;
@@ -171,6 +173,8 @@ TEST(LoadStatsTest, MergingAddsEverything) {
   EXPECT_EQ(steps.batch_sequences, 10);
   EXPECT_EQ(sum.of(Kind::kRequest).calls, 0);
   EXPECT_THAT(sum.replicas, ElementsAre(Pair("a", 2)));
+  EXPECT_EQ(sum.calls, 10);
+  EXPECT_EQ(sum.turns, 12);
   EXPECT_EQ(sum.late, 4);
   EXPECT_EQ(sum.unsent, 6);
   EXPECT_EQ(sum.sessions_opened, 8);
@@ -224,6 +228,24 @@ TEST(ArrivalScheduleTest, GapsAreExponentialWithTheMeanOfTheRate) {
   EXPECT_NEAR(static_cast<double>(short_gaps) / kCount, 0.5, 2.5 / std::sqrt(kCount));
 }
 
+TEST(ArrivalScheduleTest, TellsEachArrivalToOneThread) {
+  ArrivalSchedule arrivals(10, 3);
+  ArrivalSchedule same(10, 3);
+  std::vector<std::vector<double>> of_thread(4, std::vector<double>(500));
+  {
+    std::vector<std::jthread> threads;
+    for (std::vector<double>& times : of_thread) {
+      threads.emplace_back([&] {
+        for (double& time : times) time = arrivals.Next();
+      });
+    }
+  }
+  std::vector<double> told;
+  for (const auto& times : of_thread) told.insert(told.end(), times.begin(), times.end());
+  std::sort(told.begin(), told.end());
+  for (const double time : told) EXPECT_EQ(time, same.Next());
+}
+
 TEST(ArrivalScheduleTest, EqualSeedsGiveEqualTimes) {
   ArrivalSchedule one(10, 3);
   ArrivalSchedule same(10, 3);
@@ -274,7 +296,7 @@ TEST(LoadControlTest, AllStartTogetherAndTakeNoMoreThanTheRequests) {
   for (int i = 0; i < kWorkers; ++i) {
     threads.emplace_back([&, last = i == kWorkers - 1] {
       EXPECT_FALSE(last && control.started());
-      control.ArriveAndWait();
+      EXPECT_TRUE(control.ArriveAndWait());
       EXPECT_TRUE(control.started());
       while (control.Take()) ++taken;
       control.Finish();
@@ -287,28 +309,139 @@ TEST(LoadControlTest, AllStartTogetherAndTakeNoMoreThanTheRequests) {
   EXPECT_GT(control.elapsed_seconds(), 0);
 }
 
-TEST(LoadControlTest, ALoadByTimeEndsThenAndNeverGivesUp) {
-  LoadControl control(1, {.seconds = 0.5, .requests = 0, .patience = milliseconds(0)});
-  control.ArriveAndWait();
-  EXPECT_TRUE(control.Take());
-  EXPECT_FALSE(control.IsAfterEnd(control.start() + milliseconds(499)));
-  EXPECT_TRUE(control.IsAfterEnd(control.start() + milliseconds(500)));
-  EXPECT_TRUE(control.SleepUntil(control.start() + milliseconds(500)));
+TEST(LoadControlTest, OneThatCannotStartEndsAllBeforeTheStart) {
+  LoadControl control(3, {});
+  std::vector<std::jthread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&] {
+      EXPECT_FALSE(control.ArriveAndWait());
+      control.Finish();
+    });
+  }
+  control.Abort(Failure(grpc::INTERNAL));
+  control.Abort(Failure(grpc::UNAVAILABLE));
+  EXPECT_FALSE(control.ArriveAndWait());
+  control.Finish();
+  EXPECT_TRUE(control.WaitUntilFinished(LoadControl::Clock::now() + std::chrono::seconds(60)));
+  EXPECT_FALSE(control.started());
   EXPECT_FALSE(control.Take());
+  EXPECT_EQ(control.error()->code, grpc::INTERNAL);
+  EXPECT_EQ(control.elapsed_seconds(), 0);
+}
+
+TEST(LoadControlTest, ALoadByTimeEndsThenAndNeverGivesUp) {
+  LoadControl control(1, {.seconds = 500, .requests = 0, .patience = milliseconds(0)});
+  EXPECT_TRUE(control.ArriveAndWait());
+  const auto end = control.start() + std::chrono::seconds(500);
+  control.NoteFailure(control.start());
+  EXPECT_TRUE(control.Take(end - milliseconds(1)));
+  EXPECT_FALSE(control.IsAfterEnd(end - milliseconds(1)));
+  EXPECT_TRUE(control.IsAfterEnd(end));
+  EXPECT_TRUE(control.SleepUntil(control.start()));
+  EXPECT_FALSE(control.Take(end));
   EXPECT_FALSE(control.gave_up());
 }
 
-TEST(LoadControlTest, ALoadByNumberGivesUpWithoutAnswers) {
+TEST(LoadControlTest, ALoadByNumberGivesUpAfterARunOfFailures) {
   LoadControl control(1, {.seconds = 0, .requests = 100, .patience = milliseconds(300)});
-  control.ArriveAndWait();
-  EXPECT_FALSE(control.IsAfterEnd(control.start() + std::chrono::hours(1)));
-  std::this_thread::sleep_until(control.start() + milliseconds(301));
+  EXPECT_TRUE(control.ArriveAndWait());
+  const auto start = control.start();
+  const auto hour = std::chrono::hours(1);
+  EXPECT_FALSE(control.IsAfterEnd(start + hour));
+  EXPECT_TRUE(control.Take(start + hour));  // silence is no failure
+  control.NoteFailure(start + hour);
+  EXPECT_TRUE(control.Take(start + hour + milliseconds(300)));
   control.NoteAnswer();
-  EXPECT_TRUE(control.Take());
-  std::this_thread::sleep_for(milliseconds(301));
-  EXPECT_FALSE(control.Take());
+  EXPECT_TRUE(control.Take(start + 2 * hour));
+  control.NoteFailure(start + 2 * hour);
+  control.NoteFailure(start + 2 * hour + milliseconds(299));  // the run began with the first
+  EXPECT_TRUE(control.Take(start + 2 * hour + milliseconds(300)));
+  EXPECT_FALSE(control.Take(start + 2 * hour + milliseconds(301)));
   EXPECT_TRUE(control.gave_up());
-  EXPECT_FALSE(control.SleepUntil(LoadControl::Clock::now() + std::chrono::hours(1)));
+  EXPECT_FALSE(control.SleepUntil(LoadControl::Clock::now() + hour));
+}
+
+// A load of 8 answered requests in 2 s, and what else a report may hold.
+class ReportTest : public testing::Test {
+ protected:
+  ReportTest() {
+    v1::Layer layer;
+    layer.set_name("0");
+    bench_.layers.push_back(layer);
+    bench_.model = "tiny";
+    bench_.workers = 2;
+    bench_.limits.set_batch_tokens(64);
+    v1::Timing timing;
+    timing.set_queue_us(500);
+    timing.set_compute_us(1500);
+    timing.set_batch_tokens(16);
+    timing.set_batch_sequences(2);
+    for (int i = 1; i <= 8; ++i) {
+      RequestStats& requests = stats_.of(Kind::kRequest);
+      requests.latency.Add(i * 1'000'000);
+      requests.wait_ns += 250'000;
+      AddCall(timing, 8, 4'000'000, &requests);
+    }
+    stats_.replicas["a"] = 8;
+    stats_.calls = 10;
+    stats_.turns = 9;
+    stats_.late = 3;
+    stats_.unsent = 4;
+    stats_.AddError(Failure(grpc::RESOURCE_EXHAUSTED, v1::QUEUE_FULL));
+  }
+  LoadReport Report() const {
+    return {.bench = bench_, .stats = stats_, .seconds = 2, .cpu_seconds = 0.001};
+  }
+
+  Globals globals_{.server = "there:1"};
+  BenchFlags flags_;
+  Bench bench_{globals_, flags_};
+  LoadStats stats_;
+};
+
+TEST_F(ReportTest, TheTableIsThatOfTheNumbers) {
+  EXPECT_EQ(ReportText(Report()),
+            R"(closed loop: 2 clients, 128 tokens, f32
+model tiny (layer 0) at there:1
+measured 2.00 s after 2 warm-up requests each
+
+ms             count     per s  tokens/s      p50      p90      p99    p99.9      max |    queue  compute     rest
+request            8       4.0        32    4.006    8.000    8.000    8.000    8.000 |    0.500    1.500    2.000
+
+batch fill     16.0 tokens, 2.0 sequences; 25.0 % of batch_tokens = 64
+refused        1: QUEUE_FULL 1
+failed         0
+replicas       a 8
+cpu here       100 us for each of 10 calls
+)");
+  EXPECT_EQ(ExitCodeOf(Report()), 0);
+}
+
+TEST_F(ReportTest, AnOpenLoopTellsOfWaitingAndOfEarlyEnds) {
+  flags_.rate = 5;
+  stats_.AddError(Failure(grpc::INTERNAL));
+  LoadReport report = Report();
+  report.signal = 2;
+  EXPECT_THAT(ReportText(report),
+              AllOf(HasSubstr("open loop: 5 requests/s, at most 2 in flight, 128 tokens"),
+                    HasSubstr("\nended early by signal 2\n"), HasSubstr("|    0.250    0.500"),
+                    HasSubstr("\nfailed         1: INTERNAL 1\n  first INTERNAL: INTERNAL: why\n"),
+                    HasSubstr("\narrivals       3 more than 1 ms late, 4 never sent\n")));
+  EXPECT_EQ(ExitCodeOf(report), 130);
+  EXPECT_EQ(ExitCodeOf(Report()), 1);
+}
+
+TEST_F(ReportTest, ProgressCountsWhatEndedAndRatesWhatCameSinceTheLastLook) {
+  LoadStats earlier = stats_;
+  stats_.of(Kind::kRequest).latency.Add(100'000);
+  stats_.of(Kind::kRequest).latency.Add(100'000);
+  stats_.of(Kind::kRequest).tokens += 30;
+  stats_.turns = 12;
+  EXPECT_EQ(ProgressLine(bench_, earlier, stats_, 0.5, 3.2, 2),
+            "3/10 s  4 requests/s  60 tokens/s  p50 0.10 p99 0.10 ms  in flight 2  refused 1  "
+            "failed 0");
+  flags_.requests = 12;  // refused and failed ones are among them
+  EXPECT_THAT(ProgressLine(bench_, earlier, stats_, 0.5, 3.2, 0), StartsWith("12/12  4 requests"));
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ import pytest
 from attend_client import Client
 from sentence_encoder import read_safetensors
 from support.container import Builder, ContainerError, command_in
-from support.servers import GOLDEN, ROOT, Process, free_ports, get
+from support.servers import GOLDEN, ROOT, Process, cmake_version, free_ports, get
 
 IMAGE = "localhost/attend:test"
 BINARIES = ("/usr/local/bin/attend", "/usr/local/bin/attend-server")
@@ -51,10 +51,6 @@ def inside(root, image):
         return subprocess.run(command_in(root, image, words, **options), capture_output=True, text=True, timeout=60,
                               stdin=subprocess.DEVNULL, check=False)
     return call
-
-
-def cmake_version():
-    return re.search(r"project\(attend VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
 
 
 def runtime_packages():

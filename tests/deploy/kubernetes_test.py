@@ -134,7 +134,7 @@ def test_envoy_configurations_may_differ_in_endpoints_only():
     docs = documents("cpu")
     data = find(docs, "ConfigMap", "attend-balancer")["data"]
     data["envoy.yaml"] = data["envoy.yaml"].replace("num_retries: 3", "num_retries: 4")
-    assert "more than endpoints" in "\n".join(problems(docs))
+    assert "more than endpoints and their names" in "\n".join(problems(docs))
 
 
 def serving(address, service):

@@ -347,7 +347,7 @@ def test_prometheus_has_exactly_what_clients_were_told(prometheus, load, servers
             assert durations[0][1] == started[method,]
 
 
-def test_every_series_moved(prometheus, servers):
+def test_every_series_moved(prometheus, load, servers):
     """Nothing on the page is always 0, except what must be: by family, and by the labels that work has."""
     for name, kind in families(servers[0].page()).items():
         series = f"{name}_sum" if kind == "histogram" else name
@@ -366,7 +366,7 @@ def test_every_series_moved(prometheus, servers):
     assert unseen == {"STARTING", "DRAINING", "SESSION_EVICTED", "CONTEXT_CONFLICT"} & reasons
 
 
-def test_nothing_is_left_when_the_load_is_over(prometheus):
+def test_nothing_is_left_when_the_load_is_over(prometheus, load):
     for series in ("attend_queue_requests", "attend_queue_tokens", "attend_running_requests", "attend_streams",
                    "attend_sessions", "attend_kv_utilization_ratio",
                    "sum(attend_requests_started_total) - sum(attend_requests_total)"):

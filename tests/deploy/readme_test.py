@@ -3,20 +3,23 @@
 ```python blocks with the Python that a block before them made. What can't run here is a ```console block, and
 CONSOLE says why. Uses the server's default ports, so nothing else may serve there.
 """
+import os
+import pathlib
 import re
 import socket
 import subprocess
+import sys
 
 import pytest
 
-from support.servers import ROOT
+from support.servers import Process, ROOT
 
 # First words of commands in ```console blocks, and why they are not run.
 CONSOLE = {
     "tests/run.sh": "runs this very test",
     "grpcurl": "is in no Debian package; tests/integration asks the reflection it uses",
     "docker": "needs a Docker engine; container_test.py builds and runs the same Dockerfile",
-    "kubectl": "needs a cluster; kubernetes_test.py renders and checks what it would apply",
+    "kubectl": "apply and rollout need a cluster; kubernetes_test.py checks what would be applied",
 }
 # Servers, their HTTP, the balancers' own, nginx's gates, Prometheus.
 PORTS = (*range(50050, 50054), *range(9464, 9467), *range(9564, 9567), 9090)
@@ -35,7 +38,8 @@ README = (ROOT / "README.md").read_text()
 
 def script():
     """All blocks that run, as one bash script that says where it is."""
-    lines = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
+    lines = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT",
+             "trap 'exit 143' TERM"]
     for language, body, number in blocks(README):
         if language == "sh":
             lines += [f"echo '== README.md:{number}'", body]
@@ -58,14 +62,19 @@ def test_indented_blocks_hide_no_commands():
     assert not re.findall(r"^    \S*(?:bin/|deploy/|tests/|docker |kubectl |pip |curl ).*$", prose, re.MULTILINE)
 
 
-def test_commands_of_the_readme_run():
+def test_commands_of_the_readme_run(tmp_path):
     for port in PORTS:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is taken; the README's commands need it"
-    ran = subprocess.run(["bash", "-c", script()], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True, errors="replace", timeout=1500, check=False)
-    print(ran.stdout[-20000:])
-    assert ran.returncode == 0, "the block after the last '== README.md:LINE' failed"
+    path = f"{os.environ['PATH']}:{pathlib.Path(sys.executable).parent}"  # kubectl is in the second
+    with Process(["bash", "-c", script()], tmp_path / "output", env={"PATH": path}, cwd=ROOT) as bash:
+        try:
+            code = bash.wait(1500)
+        except subprocess.TimeoutExpired:
+            bash.signal()  # it ends what it started
+            code = bash.wait()
+    print(bash.log()[-20000:])
+    assert code == 0, "the block after the last '== README.md:LINE' failed"
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#][^)]*)\)", README))))

@@ -214,6 +214,9 @@ TEST_F(ErrorsTest, UnknownModelsAndLayersAreNotFoundAndNamed) {
   open.add_layers("9");
   ExpectError(wire_->Open(open), grpc::NOT_FOUND, v1::UNKNOWN_LAYER, "layers", "9");
   EXPECT_EQ(wire_->SendBytes("/attend.v1.Attention/Nope", {""}).error.code, grpc::UNIMPLEMENTED);
+  EXPECT_TRUE(server_->WaitForLog(R"(model=nope)"))
+      << server_->log();  // the log names what was asked for
+  EXPECT_TRUE(server_->WaitForLog(R"(layer=7)")) << server_->log();
 }
 
 TEST_F(ErrorsTest, APositionThatIsNotTheCachedOneIsRefusedWithTheCachedOne) {

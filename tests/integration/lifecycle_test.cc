@@ -264,6 +264,48 @@ TEST(LifecycleTest, AWrongFlagCheckpointOrPortIsOneLineAndExitTwo) {
   }
 }
 
+TEST(LifecycleTest, TheFileOfAUnixSocketGoesWithItsServerAndAStaleOneIsReplaced) {
+  const std::string path = testing::TempDir() + "lifecycle_test." + std::to_string(getpid());
+  const std::string listen = "--listen=unix:" + path;
+  {
+    ServerProcess killed(Flags({listen}));
+    ASSERT_TRUE(killed.WaitForServing()) << killed.log();
+    EXPECT_TRUE(WireClient(killed.address()).Attend(Rows(2)).ok());
+    killed.Signal(SIGKILL);
+    killed.WaitForExit();
+    EXPECT_TRUE(std::filesystem::is_socket(path));
+  }
+  ServerProcess first(Flags({listen}));
+  ASSERT_TRUE(first.WaitForServing()) << first.log();
+  EXPECT_TRUE(WireClient(first.address()).Attend(Rows(2)).ok());
+  {
+    ServerProcess second(Flags({listen}));  // as in a restart that overlaps
+    ASSERT_TRUE(second.WaitForServing()) << second.log();
+    first.Signal(SIGTERM);
+    EXPECT_EQ(first.WaitForExit(), 0);
+    EXPECT_TRUE(std::filesystem::is_socket(path));  // of the second one
+    EXPECT_TRUE(WireClient(second.address()).Attend(Rows(2)).ok());
+    second.Signal(SIGTERM);
+    EXPECT_EQ(second.WaitForExit(), 0);
+    EXPECT_FALSE(std::filesystem::exists(path));
+  }
+  ServerProcess other(Flags());
+  ASSERT_TRUE(other.WaitForServing()) << other.log();
+  for (const std::string& wrong :
+       {"--metrics_listen=" + other.http_address(), "--listen=" + other.address()}) {
+    ServerProcess failed(Flags({listen, wrong}));
+    EXPECT_EQ(failed.WaitForExit(), 2);
+    EXPECT_FALSE(std::filesystem::exists(path)) << wrong;
+  }
+  std::vector<std::string> many = ManyModels(500);
+  many.push_back(listen);
+  ServerProcess loading(many);
+  ASSERT_TRUE(loading.WaitForListening()) << loading.log();
+  loading.Signal(SIGTERM);
+  EXPECT_EQ(loading.WaitForExit(), 0);
+  EXPECT_FALSE(std::filesystem::exists(path));
+}
+
 TEST(LifecycleTest, TheHealthClientTellsAServingServerByItsExitCode) {
   ServerProcess server(Flags());
   ASSERT_TRUE(server.WaitForServing()) << server.log();

@@ -26,7 +26,9 @@ Config Parsed(const std::string& text) {
 absl::StatusOr<RopeSpec> Rope(const std::string& text,
                               const std::string& layer_type = "full_attention",
                               int head_dim = kHeadDim) {
-  return ReadRope(Parsed(text), head_dim, kTheta, 2048, layer_type);
+  const auto read = ReadRope(Parsed(text), head_dim, kTheta, 2048, layer_type);
+  if (!read.ok()) return read.status();
+  return read->spec;
 }
 
 std::vector<double> Plain(double theta, int dim, double divisor = 1) {

@@ -96,26 +96,6 @@ TEST(BatchQueueTest, SessionsArePinnedAsLongAsTheyHaveWork) {
   EXPECT_EQ(queue.size(), 0u);
 }
 
-TEST(BatchQueueTest, TokensOfWaitingTasksAreAddedUp) {
-  BatchQueue queue;
-  queue.Push(1, {7, 10, 0, {}});
-  queue.Push(2, {7, 20, 0, {}});
-  queue.Push(3, {8, 40, 0, {}});
-  EXPECT_EQ(queue.waiting_tokens(), 70);
-  EXPECT_THAT(queue.Next(kBudget), ElementsAre(1, 2));
-  EXPECT_EQ(queue.waiting_tokens(), 40);
-  queue.BackToTail(2);
-  EXPECT_EQ(queue.waiting_tokens(), 60);
-  queue.Remove(1);  // it ran
-  EXPECT_EQ(queue.waiting_tokens(), 60);
-  queue.Remove(2);  // it waited
-  EXPECT_EQ(queue.waiting_tokens(), 40);
-  EXPECT_THAT(queue.Next(kBudget), ElementsAre(3));
-  EXPECT_EQ(queue.waiting_tokens(), 0);
-  queue.BackToHead(3);
-  EXPECT_EQ(queue.waiting_tokens(), 40);
-}
-
 TEST(BatchQueueTest, ACallThatNamesManySessionsWaitsForEachOfThem) {
   BatchQueue queue;
   queue.Push(1, {7, 1, 0, {"a"}});

@@ -143,6 +143,77 @@ TEST_F(BatcherTest, PipelinedAppendsOfASessionRunInOrderAndASessionCallWaitsForT
   EXPECT_EQ(length->get_future().get(), 5);
 }
 
+TEST_F(BatcherTest, AJobIsQueuedUntilItsFirstBatchAndRunsFromThenOnBetweenBatchesToo) {
+  const auto expect = [this](int64_t queue_requests, int64_t queue_tokens, int64_t running) {
+    const BatcherStats stats = batcher_->Stats();
+    EXPECT_EQ(stats.queue_requests, queue_requests);
+    EXPECT_EQ(stats.queue_tokens, queue_tokens);
+    EXPECT_EQ(stats.running_requests, running);
+  };
+  std::vector<std::future<absl::Status>> answers;
+  answers.push_back(Submit(Job(640)));  // ten batches or more
+  expect(1, 640, 0);
+  std::promise<void> controlled;
+  batcher_->SubmitControl(
+      "",
+      [&](AttentionRuntime&) {  // between two batches of the long job
+        expect(1, 3, 1);
+        controlled.set_value();
+      },
+      [](absl::Status) {});
+  expect(1, 640, 0);                  // a session call is no request of the engine
+  answers.push_back(Submit(Job(3)));  // joins the second batch
+  expect(2, 643, 0);
+  int batch = 0;
+  engine_->on_start = [&](const auto&, auto) {
+    if (batch++ == 0) expect(1, 3, 1);
+    if (batch > 3) expect(0, 0, 1);
+  };
+  batcher_->Start();
+  controlled.get_future().wait();
+  for (auto& answer : answers) EXPECT_TRUE(answer.get().ok());
+  EXPECT_GE(batch, 10);
+  while (!batcher_->idle()) std::this_thread::yield();
+  expect(0, 0, 0);
+}
+
+TEST_F(BatcherTest, ALongJobNeverCountsAsQueuedAgainWhoeverLooksWhen) {
+  std::promise<void> begun;
+  std::atomic<int> starts{0};
+  engine_->on_start = [&](const auto&, auto) {
+    if (starts.fetch_add(1) == 0) begun.set_value();
+  };
+  std::atomic<bool> answered{false};
+  std::promise<absl::Status> status;
+  batcher_->Submit(Job(20000), [&](absl::Status ended) {
+    answered.store(true);
+    status.set_value(std::move(ended));
+  });
+  batcher_->Start();
+  begun.get_future().wait();
+  for (int looks = 0; !answered.load(); ++looks) {
+    const BatcherStats stats = batcher_->Stats();
+    EXPECT_EQ(stats.queue_requests + stats.queue_tokens, 0) << looks;
+    EXPECT_LE(stats.running_requests, 1);
+    if (stats.running_requests == 0) break;  // it has ended and is being answered
+  }
+  EXPECT_TRUE(status.get_future().get().ok());
+  EXPECT_GT(starts.load(), 100);
+}
+
+TEST_F(BatcherTest, JobsThatEndWaitingLeaveTheCountsToo) {
+  auto cancelled = Job(5);
+  cancelled->cancelled = true;
+  auto first = Submit(cancelled);
+  EXPECT_EQ(batcher_->Stats().queue_tokens, 5);
+  batcher_->Start();
+  EXPECT_FALSE(first.get().ok());
+  const BatcherStats stats = batcher_->Stats();
+  EXPECT_EQ(stats.queue_requests, 0);
+  EXPECT_EQ(stats.queue_tokens, 0);
+  EXPECT_EQ(stats.running_requests, 0);
+}
+
 TEST_F(BatcherTest, DeadWorkIsEndedWithoutBeingLaunched) {
   auto cancelled = Job(1);
   cancelled->cancelled = true;

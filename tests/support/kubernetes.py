@@ -10,7 +10,7 @@ import sys
 
 import yaml
 
-from support.servers import BIN, ROOT
+from support.servers import BIN, ROOT, cmake_version
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 GIVEN = {("PersistentVolumeClaim", "attend-models")}  # what the user brings
@@ -44,11 +44,6 @@ def image_settings():
     """What the Dockerfile sets in the environment."""
     lines = re.findall(r"^ENV (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     return dict(word.split("=", 1) for line in lines for word in line.split())
-
-
-def version():
-    return re.search(r"project\(\s*attend\b.*?VERSION (\S+?)[\s)]", (ROOT / "CMakeLists.txt").read_text(),
-                     re.DOTALL)[1]
 
 
 def find(docs, kind, name):
@@ -254,7 +249,7 @@ def security_problems(docs):
 
 def image_problems(docs):
     seen = settings(docs)
-    tag = version() + ("-cuda" if seen["ATTEND_DEVICE"] == "cuda" else "")
+    tag = cmake_version() + ("-cuda" if seen["ATTEND_DEVICE"] == "cuda" else "")
     server = container(find(docs, "StatefulSet", "attend"))
     if server["image"] != f"attend:{tag}":
         yield f"server: image {server['image']}, wanted attend:{tag}"
@@ -282,6 +277,12 @@ def replica_of(endpoint):
     return endpoint["metadata"]["filter_metadata"]["envoy.lb"]["replica"]
 
 
+def owner_match(config):
+    """The part of Envoy's first route that says which values of attend-replica are names."""
+    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    return manager["route_config"]["virtual_hosts"][0]["routes"][0]["match"]["headers"][0]["string_match"]["safe_regex"]
+
+
 def hook(docs):
     return container(find(docs, "Deployment", "attend-balancer"))["lifecycle"]["preStop"]["exec"]["command"][-1]
 
@@ -295,6 +296,10 @@ def balancer_problems(docs):
     for found in endpoints(config):
         if found != wanted:
             yield f"envoy: replicas {found}, wanted {wanted}"
+    names = owner_match(config)["regex"]
+    for i in range(scaler["maxReplicas"] + 1):
+        if bool(re.fullmatch(names, f"attend-{i}")) != (i < scaler["maxReplicas"]):
+            yield f"envoy: names {names}, wanted attend-0 to attend-{scaler['maxReplicas'] - 1}"
     listen = config["static_resources"]["listeners"][0]["address"]["socket_address"]
     if listen != {"address": "0.0.0.0", "port_value": ports(find(docs, "Deployment", "attend-balancer"))["grpc"]}:
         yield f"envoy: listens on {listen}"
@@ -304,8 +309,9 @@ def balancer_problems(docs):
     for one in (config, other):
         for cluster in one["static_resources"]["clusters"]:
             del cluster["load_assignment"]["endpoints"]
+        del owner_match(one)["regex"]
     if config != other:
-        yield "envoy.yaml: differs from deploy/envoy/envoy.yaml in more than endpoints"
+        yield "envoy.yaml: differs from deploy/envoy/envoy.yaml in more than endpoints and their names"
 
 
 CHECKS = (selector_problems, reference_problems, port_problems, setting_problems, time_problems, scaling_problems,

@@ -7,6 +7,7 @@ free ones of loopback. ATTEND_BIN names the folder of the binaries (default: bui
 import contextlib
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
@@ -32,12 +33,22 @@ def eventually(condition, patience=PATIENCE, what=None):
 
 
 def free_ports(count):
-    """`count` TCP ports of 127.0.0.1 that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """`count` TCP ports of 127.0.0.1 that nobody listens on now, below those that outgoing connections take: a
+    server can come back to its port."""
+    ports = []
+    for port in random.sample(range(10000, 30000), 200):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise AssertionError(f"no {count} free ports from 10000 to 29999")
+
+
+def cmake_version():
+    """The version that CMakeLists.txt gives the project."""
+    return re.search(r"project\(\s*attend\b.*?VERSION (\S+?)[\s)]", (ROOT / "CMakeLists.txt").read_text(),
+                     re.DOTALL)[1]
 
 
 def get(url, timeout=10):

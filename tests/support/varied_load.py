@@ -25,16 +25,18 @@ class Caller:
         self.pb = pb
         self.server = server
         self.channel = grpc.insecure_channel(server.address)
+        self.lock = threading.Lock()  # of the two counters: streams are counted on a thread of their own
         self.answers = collections.Counter()
         self.reasons = collections.Counter()
         self.random = np.random.default_rng(7)
 
     def _count(self, method, code, status):
-        self.answers[method, code] += 1
-        for packed in status.details:
-            detail = self.pb.ErrorDetail()
-            if packed.Unpack(detail):
-                self.reasons[self.pb.Reason.Name(detail.reason)] += 1
+        detail = self.pb.ErrorDetail()
+        with self.lock:
+            self.answers[method, code] += 1
+            for packed in status.details:
+                if packed.Unpack(detail):
+                    self.reasons[self.pb.Reason.Name(detail.reason)] += 1
 
     def start(self, method, request):
         """A call in the background; finish() counts it."""

@@ -38,6 +38,7 @@ struct LayerDescription {
   std::string name = {};         // what requests say: "3", "0.cross"
   std::string module = {};       // below the prefix
   std::string input_point = {};  // in words
+  std::string rope_text = {};    // in words, where spec.rope is set
   AttentionSpec spec = {};
   std::vector<TensorUse> tensors = {};
   // Beginnings of the names of all tensors of this layer: one that is neither used nor ignored

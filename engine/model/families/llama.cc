@@ -3,6 +3,7 @@
 // The LLaMA shape: separate projections, grouped-query heads, rotary positions, causal; families
 // differ in biases, q/k norms, sliding windows and defaults.
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "engine/model/families/family.h"
@@ -162,10 +163,12 @@ absl::StatusOr<ModelDescription> Describe(const LlamaRow& row, const Config& con
                                                        row.max_positions, 1, kMaxPositions));
   for (int64_t i = 0; i < layers; ++i) {
     spec.window = types[i] == kSliding ? window : 0;
-    ASSIGN_OR_RETURN(spec.rope,
+    ASSIGN_OR_RETURN(RopeConfig rope,
                      ReadRope(config, spec.head_dim, kDefaultTheta, model.max_positions, types[i]));
+    spec.rope = std::move(rope.spec);
     model.layers.push_back(
         DescribeLayer(spec, i, all_biases || row.biases == BiasRule::kQueryKeyValue, all_biases));
+    model.layers.back().rope_text = std::move(rope.text);
   }
   return model;
 }

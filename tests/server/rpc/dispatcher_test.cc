@@ -162,6 +162,30 @@ TEST(DispatcherTest, ACallCancelledBeforeItsBodyNeverReachesTheMethod) {
   server.StopAndExpectNoCalls();
 }
 
+TEST(DispatcherTest, ARequestThatDoesNotArriveInTimeIsEnded) {
+  TestServer server;
+  grpc::ClientContext context;
+  auto stream = OpenGeneric(*server.channel, "/attend.v1.Attention/Attend", context);
+  server.unary.WaitForHeaders();
+  server.dispatcher->EndOverdueRequests(std::chrono::hours(1));
+  EXPECT_EQ(server.observer.finished(), 0);
+  grpc::ClientContext other;
+  auto arrived = CallAsync(server, other, "one");
+  {
+    const HeldMethod::Held held = server.unary.Wait(1)[0];
+    server.dispatcher->EndOverdueRequests(std::chrono::milliseconds(0));
+    const grpc::Status status = stream->Finish();
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+    EXPECT_EQ(DetailOf(status).reason(), v1::DEADLINE);
+    Echo(held);
+  }
+  EXPECT_TRUE(arrived.get().status.ok());
+  server.observer.WaitUntilIdle();
+  EXPECT_EQ(server.observer.count("Attend", StatusCode::kDeadlineExceeded), 1);
+  EXPECT_EQ(server.observer.count("Attend", StatusCode::kOk), 1);
+  server.StopAndExpectNoCalls();
+}
+
 TEST(DispatcherTest, AnExpiredDeadlineIsToldAndCountedAsSuch) {
   TestServer server;
   grpc::ClientContext context;
@@ -317,6 +341,24 @@ TEST(DispatcherTest, ShutdownWaitsForAnswersUntilItsDeadline) {
   auto down = std::async(std::launch::async, [&] {
     server.dispatcher->Shutdown(std::chrono::system_clock::now() + std::chrono::minutes(5));
   });
+  Echo(held[0]);
+  down.get();
+  EXPECT_TRUE(result.get().status.ok());
+  held.clear();
+  server.StopAndExpectNoCalls();
+}
+
+TEST(DispatcherTest, AShutdownAfterARefusalStillWaitsForAnswers) {
+  TestServer server;
+  grpc::ClientContext context;
+  auto result = CallAsync(server, context, "one");
+  std::vector<HeldMethod::Held> held = server.unary.Wait(1);
+  server.dispatcher->Refuse(std::chrono::system_clock::now());
+  auto down = std::async(std::launch::async, [&] {
+    server.dispatcher->Shutdown(std::chrono::system_clock::now() + std::chrono::minutes(5));
+  });
+  // Never over before the answer; a shutdown that does not wait is, long before this ends.
+  EXPECT_EQ(down.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
   Echo(held[0]);
   down.get();
   EXPECT_TRUE(result.get().status.ok());

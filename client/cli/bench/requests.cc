@@ -3,7 +3,9 @@
 // Stateless requests, in a closed loop (each worker sends the next one after its answer) or in an
 // open loop (requests arrive by a schedule that knows nothing of answers; a worker that is free
 // takes the next). Uses one message per worker again and again.
-#include "client/cli/load_worker.h"
+#include <algorithm>
+
+#include "client/cli/bench/worker.h"
 
 namespace attend::cli {
 namespace {
@@ -22,50 +24,57 @@ class RequestWorker final : public LoadWorker {
   }
 
   void Measure() override {
-    if (bench_.arrivals == nullptr) {
-      while (bench_.control->Take()) {
-        if (const auto error = Send(std::nullopt)) PauseAfter(*error);
-      }
-      return;
-    }
+    if (bench_.arrivals == nullptr) return LoadWorker::Measure();
     while (const auto due = NextArrival()) {
+      const Clock::time_point free = Clock::now();
+      const int64_t rows = Fill();
+      const Clock::time_point filled = Clock::now();
       if (!bench_.control->SleepUntil(*due)) return;
-      if (bench_.control->IsAfterEnd(Clock::now())) {
+      const Clock::time_point now = Clock::now();
+      if (bench_.control->IsAfterEnd(now)) {
         Count([](LoadStats& stats) { ++stats.unsent; });
-      } else {
-        (void)Send(due);
+        continue;
       }
+      // Filling the message is no wait for a client, and nor is it when it ended after `due`.
+      const Clock::time_point sent = *due > filled ? now : std::max(free, *due);
+      const bool late = std::chrono::nanoseconds(sent - *due).count() > kLateNs;
+      (void)Send(*due, sent, rows);
+      Count([&](LoadStats& stats) {
+        ++stats.turns;
+        stats.late += late ? 1 : 0;
+      });
     }
   }
 
   // Nothing when no more may arrive.
   std::optional<Clock::time_point> NextArrival() {
-    const std::lock_guard lock(*bench_.arrivals_mutex);
-    const auto due =
-        bench_.control->start() + std::chrono::duration_cast<Clock::duration>(
-                                      std::chrono::duration<double>(bench_.arrivals->Next()));
-    const bool more = bench_.control->budget().requests == 0
-                          ? !bench_.control->stopped() && !bench_.control->IsAfterEnd(due)
-                          : bench_.control->Take();
-    return more ? std::optional(due) : std::nullopt;
+    LoadControl& control = *bench_.control;
+    const bool by_number = control.budget().requests > 0;
+    if (by_number ? !control.Take() : control.stopped()) return std::nullopt;
+    const std::chrono::duration<double> after_start(bench_.arrivals->Next());
+    const auto due = control.start() + std::chrono::duration_cast<Clock::duration>(after_start);
+    return control.IsAfterEnd(due) ? std::nullopt : std::optional(due);
   }
 
-  // `due` is the scheduled arrival; without one, latency counts from the sending.
-  std::optional<client::Error> Send(std::optional<Clock::time_point> due) {
-    Sent sent{.kind = Kind::kRequest,
-              .layer = &bench_.layers.front(),
-              .rows = Fill(),
-              .due = {},
-              .sent = Clock::now()};
-    sent.due = due.value_or(sent.sent);
-    ++bench_.control->in_flight;
-    auto response = client_->Attend(request_);
-    --bench_.control->in_flight;
+  std::optional<client::Error> Turn() override {
+    const int64_t rows = Fill();
+    const Clock::time_point now = Clock::now();
+    return Send(now, now, rows);
+  }
+
+  // The message as it was filled, with `rows` rows in all; times as in Sent.
+  std::optional<client::Error> Send(Clock::time_point due, Clock::time_point sent, int64_t rows) {
+    const Sent call{.kind = Kind::kRequest,
+                    .layer = &bench_.layers.front(),
+                    .rows = rows,
+                    .due = due,
+                    .sent = sent};
+    auto response = Make([&] { return client_->Attend(request_); });
     if (!response.ok()) {
       CountError(response.error());
       return response.error();
     }
-    CountAnswer(sent, client::TakeFromWire(response->mutable_output()), response->timing());
+    CountAnswer(call, client::TakeFromWire(response->mutable_output()), response->timing());
     return std::nullopt;
   }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cli/load_report.h"
+#include "client/cli/bench/report.h"
 
 #include <cstdarg>
 #include <cstdio>
@@ -54,10 +54,8 @@ double EngineShare(const LoadReport& report) {
   return Ratio(static_cast<double>(CallStats(report).compute_us) / 1e6, report.seconds);
 }
 
-int64_t AllCalls(const LoadStats& stats) {
-  int64_t calls = 0;
-  for (const auto& [replica, answered] : stats.replicas) calls += answered;
-  return calls + TotalOf(stats.refused) + TotalOf(stats.failed);
+double CpuUsPerCall(const LoadReport& report) {
+  return 1e6 * Ratio(report.cpu_seconds, static_cast<double>(report.stats.calls));
 }
 
 const char* ModeOf(const BenchFlags& flags) {
@@ -97,7 +95,7 @@ std::string HeaderText(const LoadReport& report) {
                      bench.model + " (" + LayersText(bench) + ") at " + bench.globals.server +
                      Format("\nmeasured %.2f s after %ld warm-up %s each\n", report.seconds,
                             bench.flags.warmup, bench.flags.decode_loop ? "steps" : "requests");
-  if (report.signal != 0) text += "ended early by a signal\n";
+  if (report.signal != 0) text += Format("ended early by signal %d\n", report.signal);
   if (report.gave_up) {
     text += Format("given up: nothing but failures for %g s\n", bench.globals.timeout_seconds);
   }
@@ -229,13 +227,11 @@ std::string ProgressLine(const Bench& bench, const LoadStats& earlier, const Loa
                          double seconds, double elapsed, int64_t in_flight) {
   const Kind kind = MainKind(bench.flags);
   LatencyHistogram latency = now.of(kind).latency;
-  const int64_t done = latency.count();
   latency.Subtract(earlier.of(kind).latency);
   const double tokens = static_cast<double>(now.of(kind).tokens - earlier.of(kind).tokens);
-  const std::string progress =
-      bench.flags.requests > 0
-          ? Format("%ld/%ld", std::min(done, bench.flags.requests), bench.flags.requests)
-          : Format("%.0f/%g s", elapsed, bench.flags.seconds);
+  const std::string progress = bench.flags.requests > 0
+                                   ? Format("%ld/%ld", now.turns, bench.flags.requests)
+                                   : Format("%.0f/%g s", elapsed, bench.flags.seconds);
   return Format(
       "%s  %.0f %ss/s  %.0f tokens/s  p50 %.2f p99 %.2f ms  in flight %ld  refused %ld  failed %ld",
       progress.c_str(), Ratio(static_cast<double>(latency.count()), seconds), KindName(kind),
@@ -252,8 +248,8 @@ std::string ReportText(const LoadReport& report) {
   text += TallyText("refused", stats.refused, false) + TallyText("failed", stats.failed, true);
   if (flags.attempts > 1) text += TallyText("retried", stats.retried, false);
   if (flags.rate > 0) {
-    text += Format("%-14s %ld sent late, as all clients were busy; %ld never sent\n", "arrivals",
-                   stats.late, stats.unsent);
+    text += Format("%-14s %ld more than %ld ms late, %ld never sent\n", "arrivals", stats.late,
+                   kLateNs / 1'000'000, stats.unsent);
   }
   if (flags.sessions > 0) {
     text += Format("%-14s %ld\n", "opened", stats.sessions_opened) +
@@ -263,8 +259,8 @@ std::string ReportText(const LoadReport& report) {
   for (const auto& [replica, calls] : stats.replicas) {
     text += Format(" %s %ld", replica.c_str(), calls);
   }
-  return text + Format("\n%-14s %.0f us for each call\n", "cpu here",
-                       1e6 * Ratio(report.cpu_seconds, static_cast<double>(AllCalls(stats))));
+  return text + Format("\n%-14s %.0f us for each of %ld calls\n", "cpu here", CpuUsPerCall(report),
+                       stats.calls);
 }
 
 std::string ReportJson(const LoadReport& report) {
@@ -299,7 +295,8 @@ std::string ReportJson(const LoadReport& report) {
   json["sessions_opened"] = stats.sessions_opened;
   json["sessions_lost"] = TallyJson(stats.sessions_lost);
   json["replicas"] = stats.replicas;
-  json["cpu_us_per_call"] = 1e6 * Ratio(report.cpu_seconds, static_cast<double>(AllCalls(stats)));
+  json["calls"] = stats.calls;
+  json["cpu_us_per_call"] = CpuUsPerCall(report);
   return json.dump(2, ' ', false, Object::error_handler_t::replace) + "\n";
 }
 

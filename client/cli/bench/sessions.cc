@@ -2,7 +2,7 @@
 //
 // Conversations: a worker takes its sessions in turn, one call each time: the prompt first, then
 // one-token steps, then a new session. A session that got lost is counted and replaced.
-#include "client/cli/load_worker.h"
+#include "client/cli/bench/worker.h"
 
 namespace attend::cli {
 namespace {
@@ -25,37 +25,35 @@ class SessionWorker final : public LoadWorker {
     return {};
   }
 
-  void Measure() override {
-    for (size_t turn = 0; bench_.control->Take(); ++turn) {
-      Conversation& conversation = conversations_[turn % conversations_.size()];
-      const auto error =
-          conversation.session || Open(conversation) ? Advance(conversation) : open_error_;
-      server_gone_ = error && OutcomeOf(*error) == Outcome::kFailed && error->retryable;
-      if (error) PauseAfter(*error);
+  std::optional<client::Error> Turn() override {
+    Conversation& conversation = conversations_[turn_++ % conversations_.size()];
+    if (!conversation.session) {
+      if (const auto opened = Open(conversation); !opened.ok()) return opened.error();
     }
+    return Advance(conversation);
   }
 
   void CleanUp() override {
     for (Conversation& conversation : conversations_) {
-      // Closing waits for up to a second each time.
-      if (conversation.session && server_gone_) conversation.session->Detach();
+      if (conversation.session && server_gone()) conversation.session->Detach();
       conversation.session.reset();
     }
   }
 
-  bool Open(Conversation& conversation) {
-    v1::OpenSessionRequest request;
-    request.set_model(bench_.model);
-    request.add_layers(bench_.layers.front().name());
-    auto opened = client_->OpenSession(request);
+  client::Result<void> Open(Conversation& conversation) {
+    auto opened = Make([&] { return client_->OpenSession(SessionRequest(bench_)); });
     if (!opened.ok()) {
-      open_error_ = opened.error();
-      CountError(*open_error_);
-      return false;
+      CountError(opened.error());
+      return opened.error();
     }
     Count([](LoadStats& stats) { ++stats.sessions_opened; });
     conversation = {.session = *std::move(opened), .prompted = false, .steps = 0};
-    return true;
+    return {};
+  }
+
+  void Close(Conversation& conversation) {
+    Count([](LoadStats& stats) { ++stats.calls; });
+    conversation.session.reset();
   }
 
   std::optional<client::Error> Advance(Conversation& conversation) {
@@ -66,27 +64,29 @@ class SessionWorker final : public LoadWorker {
               .due = Clock::now(),
               .sent = {}};
     sent.sent = sent.due;
-    ++bench_.control->in_flight;
-    const auto answer = conversation.session->Attend(layer.name(), RowsView(sent.rows));
-    --bench_.control->in_flight;
+    const auto answer = Make([&] {
+      return conversation.session->Attend(layer.name(), RowsView(sent.rows), SessionOptions(layer));
+    });
     if (!answer.ok()) {
       const client::Error& error = answer.error();
       const Outcome outcome = CountError(error);
-      if (outcome == Outcome::kSessionLost) conversation.session->Detach();
-      // What can't succeed later is no reason to keep the session.
-      if (!error.retryable && outcome != Outcome::kRefused) conversation.session.reset();
+      if (outcome == Outcome::kSessionLost) {
+        conversation.session->Detach();
+        conversation.session.reset();
+      } else if (outcome == Outcome::kFailed && !error.retryable) {
+        Close(conversation);  // what can't succeed later is no reason to keep it
+      }
       return error;
     }
     CountAnswer(sent, answer->output, answer->timing);
     if (conversation.prompted) ++conversation.steps;
     conversation.prompted = true;
-    if (conversation.steps >= bench_.flags.steps) conversation.session.reset();
+    if (conversation.steps >= bench_.flags.steps) Close(conversation);
     return std::nullopt;
   }
 
   std::vector<Conversation> conversations_;
-  std::optional<client::Error> open_error_;
-  bool server_gone_ = false;  // the last call said so
+  size_t turn_ = 0;
 };
 
 }  // namespace

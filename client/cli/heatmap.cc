@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/heatmap.h"
+#include "client/cli/heatmap.h"
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <iterator>
 #include <numbers>
 #include <string_view>
 
-namespace attend::client {
+namespace attend::cli {
 namespace {
 
 constexpr Rgb kInk = {38, 38, 46};
@@ -18,11 +20,11 @@ constexpr Rgb kNotANumber = {214, 39, 40};
 
 // All in pixels.
 constexpr int kMargin = 16;
-constexpr int kGap = 6;         // between a map and its text
-constexpr int kMapGap = 20;     // between maps
-constexpr int kTick = 4;        // length
-constexpr int kLine = 10;       // least distance of labels at text scale 1
-constexpr int kLeastSide = 24;  // of a map, so that a single row is seen
+constexpr int kGap = 6;          // between a map and its text
+constexpr int kMapGap = 20;      // between maps
+constexpr int kTick = 4;         // length
+constexpr int kLabelPitch = 10;  // least distance of labels at text scale 1
+constexpr int kLeastSide = 24;   // of a map, so that a single row is seen
 constexpr int kBarWidth = 16;
 constexpr int kBarHeight = 120;  // at least
 constexpr int kBarSteps = 4;     // numbers beside the bar, without the 0
@@ -38,27 +40,32 @@ struct Sizes {
 constexpr Sizes kOneMap = {720, 2048, 2400, 48};
 constexpr Sizes kSeveralMaps = {240, 320, 480, 24};
 
-// Either several pixels for each place or several places for each pixel.
+// From places (rows or keys) to pixels, in steps: a step is one place of several pixels, or one
+// pixel of several places.
 struct Scale {
-  int pixels = 1;
-  int64_t places = 1;
+  int step_pixels = 1;
+  int64_t places_per_step = 1;
 
   int Length(int64_t count) const {
-    return static_cast<int>((count + places - 1) / places) * pixels;
+    return static_cast<int>((count + places_per_step - 1) / places_per_step) * step_pixels;
   }
-  int Center(int64_t place) const { return static_cast<int>(place / places) * pixels + pixels / 2; }
+  int Center(int64_t place) const {
+    return static_cast<int>(place / places_per_step) * step_pixels + step_pixels / 2;
+  }
 };
 
 Scale ScaleFor(int64_t longest, bool labelled, const Sizes& sizes) {
   if (longest > sizes.limit) return {1, (longest + sizes.limit - 1) / sizes.limit};
   const int count = static_cast<int>(std::max<int64_t>(longest, 1));
   int pixels = std::clamp((sizes.wanted + count / 2) / count, 1, sizes.largest_cell);
-  if (labelled && pixels < kLine && count * kLine <= sizes.label_limit) pixels = kLine;
+  if (labelled && pixels < kLabelPitch && count * kLabelPitch <= sizes.label_limit) {
+    pixels = kLabelPitch;
+  }
   return {pixels, 1};
 }
 
-// A side far shorter than the other is stretched.
-Scale Stretched(Scale scale, int64_t count) {
+// A side far shorter than the other gets larger steps.
+Scale WidenedToLeastSide(Scale scale, int64_t count) {
   if (count == 0 || scale.Length(count) >= kLeastSide) return scale;
   return {static_cast<int>(std::max<int64_t>(kLeastSide / count, 1)), 1};
 }
@@ -71,7 +78,7 @@ struct Tick {
 // `least` pixels lie between two ticks at least.
 std::vector<Tick> TicksOf(const Axis& axis, int64_t count, const Scale& scale, int least) {
   const int64_t numbered = count - static_cast<int64_t>(axis.labels.size());
-  int64_t step = (least * scale.places + scale.pixels - 1) / scale.pixels;
+  int64_t step = (least * scale.places_per_step + scale.step_pixels - 1) / scale.step_pixels;
   if (numbered > 0) {  // 1, 2, 5, 10, 20, 50, ...
     int64_t round = 1;
     for (int i = 0; round < step; ++i) round = i % 3 == 1 ? round / 2 * 5 : round * 2;
@@ -121,6 +128,7 @@ Range RangeOf(std::span<const float> weights) {
       range.not_finite = true;
     }
   }
+  if (range.maximum == 0) range.maximum = 1;  // nothing but zeros and NaN: the bar shows 0 to 1
   return range;
 }
 
@@ -146,9 +154,9 @@ std::string CaptionOf(const HeatMaps& maps, const Scale& rows, const Scale& keys
   std::string text = std::to_string(maps.rows) + (maps.rows == 1 ? " query" : " queries") +
                      " down, " + std::to_string(maps.keys) +
                      (maps.keys == 1 ? " key across" : " keys across");
-  if (rows.places > 1 || keys.places > 1) {
-    text += "; a pixel shows the largest of " + std::to_string(rows.places) + " x " +
-            std::to_string(keys.places) + " weights";
+  if (rows.places_per_step > 1 || keys.places_per_step > 1) {
+    text += "; a pixel shows the largest of " + std::to_string(rows.places_per_step) + " x " +
+            std::to_string(keys.places_per_step) + " weights";
   }
   return text;
 }
@@ -158,13 +166,13 @@ Layout::Layout(const HeatMaps& maps) {
   const bool labelled = !maps.row_axis.labels.empty() || !maps.key_axis.labels.empty();
   const Scale common =
       ScaleFor(std::max(maps.rows, maps.keys), labelled, several ? kSeveralMaps : kOneMap);
-  row_scale = Stretched(common, maps.rows);
-  key_scale = Stretched(common, maps.keys);
-  const bool roomy = common.pixels >= 2 * kLine || !labelled;
+  row_scale = WidenedToLeastSide(common, maps.rows);
+  key_scale = WidenedToLeastSide(common, maps.keys);
+  const bool roomy = common.step_pixels >= 2 * kLabelPitch || !labelled;
   text_scale = roomy && !several ? 2 : 1;
 
   turned = !maps.key_axis.labels.empty();
-  const int line = kLine * text_scale;
+  const int line = kLabelPitch * text_scale;
   const std::string last = std::to_string(maps.key_axis.first + std::max<int64_t>(maps.keys, 1));
   row_ticks =
       TicksOf(maps.row_axis, maps.rows, row_scale, maps.row_axis.labels.empty() ? 2 * line : line);
@@ -219,13 +227,13 @@ void DrawMap(Image& image, const HeatMaps& maps, std::span<const float> weights,
   const Scale& keys = layout.key_scale;
   image.Fill(area.left - 1, area.top - 1, area.width + 2, area.height + 2, kFrame);
   int y = area.top;
-  for (int64_t row = 0; row < maps.rows; row += rows.places, y += rows.pixels) {
-    const int64_t row_end = std::min(row + rows.places, maps.rows);
+  for (int64_t row = 0; row < maps.rows; row += rows.places_per_step, y += rows.step_pixels) {
+    const int64_t row_end = std::min(row + rows.places_per_step, maps.rows);
     int x = area.left;
-    for (int64_t key = 0; key < maps.keys; key += keys.places, x += keys.pixels) {
-      const int64_t key_end = std::min(key + keys.places, maps.keys);
+    for (int64_t key = 0; key < maps.keys; key += keys.places_per_step, x += keys.step_pixels) {
+      const int64_t key_end = std::min(key + keys.places_per_step, maps.keys);
       const float shown = LargestOf(weights, maps.keys, row, row_end, key, key_end);
-      image.Fill(x, y, keys.pixels, rows.pixels, WeightColor(shown, maximum));
+      image.Fill(x, y, keys.step_pixels, rows.step_pixels, WeightColor(shown, maximum));
     }
   }
 }
@@ -269,6 +277,7 @@ class Legend {
       width_ = std::max(width_, TextWidth(numbers_.back(), scale_));
     }
     if (range.zero) width_ = std::max(width_, TextWidth(kZeroText, scale_));
+    if (range.not_finite) width_ = std::max(width_, TextWidth(kNotANumberText, scale_));
     width_ += kBarWidth + kTick + kGap;
   }
 
@@ -288,11 +297,12 @@ class Legend {
     }
     int y = top + bar_ + kGlyphHeight * scale_ / 2 + kGap;
     if (range_.zero) y = DrawSwatch(image, left, y, kZero, kZeroText);
-    if (range_.not_finite) DrawSwatch(image, left, y, kNotANumber, "NaN");
+    if (range_.not_finite) DrawSwatch(image, left, y, kNotANumber, kNotANumberText);
   }
 
  private:
   static constexpr std::string_view kZeroText = "exactly 0";
+  static constexpr std::string_view kNotANumberText = "NaN";
 
   void DrawEntry(Image& image, int left, int y, std::string_view text) const {
     DrawText(image, left + kBarWidth + kTick + kGap, y, text, scale_, Direction::kAcross, kInk);
@@ -338,6 +348,13 @@ Rgb ScaleColor(double share) {
           Channel(-0.0041960863 * l - 0.7034186147 * m + 1.7076147010 * s)};
 }
 
+// What only a mistake of the caller breaks.
+void Require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "DrawHeatMaps: wanted %s\n", what);
+  std::abort();
+}
+
 }  // namespace
 
 Rgb WeightColor(float weight, float maximum) {
@@ -354,6 +371,13 @@ Rgb WeightColor(float weight, float maximum) {
 }
 
 HeatMapImage DrawHeatMaps(const HeatMaps& maps) {
+  Require(!maps.names.empty(), "a name for each map");
+  Require(maps.rows >= 0 && maps.keys >= 0 &&
+              std::ssize(maps.weights) == std::ssize(maps.names) * maps.rows * maps.keys,
+          "names x rows x keys weights");
+  Require(std::ssize(maps.row_axis.labels) <= maps.rows &&
+              std::ssize(maps.key_axis.labels) <= maps.keys,
+          "no more labels than places");
   const Layout layout(maps);
   const Range range = RangeOf(maps.weights);
   const MapArea& first = layout.areas.front();
@@ -384,4 +408,4 @@ HeatMapImage DrawHeatMaps(const HeatMaps& maps) {
   return drawn;
 }
 
-}  // namespace attend::client
+}  // namespace attend::cli

@@ -1,21 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cli/load_control.h"
+#include "client/cli/bench/control.h"
 
 #include <signal.h>
 #include <time.h>
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 namespace attend::cli {
 namespace {
 
-// How long a sleeping worker may not notice that the load was stopped.
-constexpr std::chrono::milliseconds kSlice{20};
-
 std::atomic<int> stop_signal{0};
+static_assert(std::atomic<int>::is_always_lock_free);  // or a handler may not use it
 
-void OnSignal(int number) { stop_signal = number; }
+void OnSignal(int number) {
+  int none = 0;
+  if (stop_signal.compare_exchange_strong(none, number)) return;
+  signal(number, SIG_DFL);
+  raise(number);  // ends the process when this handler returns
+}
 
 std::chrono::duration<double> Seconds(double seconds) {
   return std::chrono::duration<double>(seconds);
@@ -32,22 +36,36 @@ double CpuSeconds() {
 void StopLoadOnSignals() {
   struct sigaction action = {};
   action.sa_handler = OnSignal;
-  action.sa_flags = SA_RESTART | static_cast<int>(SA_RESETHAND);
+  action.sa_flags = SA_RESTART;
+  sigemptyset(&action.sa_mask);  // one signal after the other
+  sigaddset(&action.sa_mask, SIGINT);
+  sigaddset(&action.sa_mask, SIGTERM);
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
 }
 
 int StopSignal() { return stop_signal; }
 
-void LoadControl::ArriveAndWait() {
+void LoadControl::Abort(client::Error error) {
+  const std::lock_guard lock(mutex_);
+  if (!error_) error_ = std::move(error);
+  aborted_ = true;
+  changed_.notify_all();
+}
+
+bool LoadControl::ArriveAndWait() {
   std::unique_lock lock(mutex_);
+  if (stopped()) return false;
   if (++arrived_ == workers_) {
     start_ = Clock::now();
     cpu_at_start_ = CpuSeconds();
-    last_answer_ = start_.time_since_epoch().count();
     changed_.notify_all();
   }
-  changed_.wait(lock, [this] { return arrived_ == workers_; });
+  while (arrived_ < workers_) {
+    if (stopped()) return false;
+    changed_.wait_for(lock, kSlice);
+  }
+  return true;
 }
 
 void LoadControl::Finish() {
@@ -58,11 +76,11 @@ void LoadControl::Finish() {
   changed_.notify_all();
 }
 
-bool LoadControl::Take() {
+bool LoadControl::Take(Clock::time_point now) {
   if (stopped()) return false;
-  const Clock::time_point now = Clock::now();
   if (budget_.requests == 0) return !IsAfterEnd(now);
-  if (now.time_since_epoch() - Clock::duration(last_answer_) > budget_.patience) {
+  const Clock::duration failing_since(failing_since_);
+  if (failing_since.count() != 0 && now.time_since_epoch() - failing_since > budget_.patience) {
     gave_up_ = true;
     return false;
   }
@@ -82,7 +100,10 @@ bool LoadControl::SleepUntil(Clock::time_point until) const {
   }
 }
 
-void LoadControl::NoteAnswer() { last_answer_ = Clock::now().time_since_epoch().count(); }
+void LoadControl::NoteFailure(Clock::time_point now) {
+  Clock::duration::rep none = 0;
+  failing_since_.compare_exchange_strong(none, now.time_since_epoch().count());
+}
 
 bool LoadControl::WaitUntilFinished(Clock::time_point until) {
   std::unique_lock lock(mutex_);
@@ -104,6 +125,11 @@ double LoadControl::elapsed_seconds() const {
 double LoadControl::cpu_seconds() const {
   const std::lock_guard lock(mutex_);
   return cpu_at_end_ - cpu_at_start_;
+}
+
+std::optional<client::Error> LoadControl::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
 }
 
 }  // namespace attend::cli

@@ -43,15 +43,15 @@ inline constexpr int kKinds = 4;
 const char* KindName(Kind kind);
 
 // Answered requests of one kind. A request is one call of Attend, but a step of the decode loop is
-// one for each layer.
+// one for each layer, and the prompts of the decode loop are several.
 struct RequestStats {
   void Merge(const RequestStats& other);
 
   LatencyHistogram latency;   // open loop: from the scheduled arrival
   int64_t tokens = 0;         // rows of the answers
   int64_t calls = 0;          // of Attend
-  int64_t wait_ns = 0;        // open loop: from the scheduled arrival until sent
-  int64_t round_trip_ns = 0;  // sent until answered
+  int64_t wait_ns = 0;        // open loop: from the scheduled arrival until a client was free
+  int64_t round_trip_ns = 0;  // from then on until answered
   int64_t queue_us = 0;       // Timing.queue_us
   int64_t compute_us = 0;     // Timing.compute_us
   int64_t batch_tokens = 0;   // Timing.batch_tokens
@@ -91,12 +91,14 @@ struct LoadStats {
   std::array<RequestStats, kKinds> kinds;
   Tallies refused, failed, sessions_lost, retried;
   std::map<std::string, int64_t, std::less<>> replicas;  // answered calls by Timing.replica
+  int64_t calls = 0;  // of any method, whatever became of them, each attempt counted
+  int64_t turns = 0;  // ended ones of those that LoadControl::Take granted
   int64_t sessions_opened = 0;
-  int64_t late = 0;    // open loop: sent more than kLateNs after their time
+  int64_t late = 0;    // open loop: arrivals that waited longer than kLateNs for a client
   int64_t unsent = 0;  // open loop: due before the end and never sent
 };
 
-// A wake-up takes tens of microseconds; beyond this all clients were busy.
+// A wake-up takes tens of microseconds; beyond this all clients were busy, or this machine was.
 inline constexpr int64_t kLateNs = 1'000'000;
 
 }  // namespace attend::cli

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <random>
 #include <string>
 #include <string_view>
@@ -24,16 +25,19 @@ std::string ParseLengthRange(std::string_view text, LengthRange* range);
 std::string LengthRangeText(const LengthRange& range);
 
 // Arrivals of an open loop: independent of each other (Poisson), `rate` per second on average.
+// Thread-safe.
 class ArrivalSchedule {
  public:
   ArrivalSchedule(double rate, uint64_t seed) : rate_(rate), random_(seed) {}
-  // Seconds from the start to the next arrival, which is never before the last one.
+  // Seconds from the start to the next arrival, which is never before the last one; each arrival
+  // is told once, to one thread.
   double Next();
 
  private:
-  double rate_;
-  std::mt19937_64 random_;
-  double now_ = 0;
+  const double rate_;
+  std::mutex mutex_;
+  std::mt19937_64 random_;  // guarded by mutex_
+  double now_ = 0;          // guarded by mutex_
 };
 
 // `count` little-endian elements, multiples of 1/64 in [-2, 2): exact in F32, F16 and BF16, so that

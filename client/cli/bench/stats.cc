@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cli/load_stats.h"
+#include "client/cli/bench/stats.h"
 
 #include <algorithm>
 #include <bit>
@@ -176,6 +176,8 @@ void LoadStats::Merge(const LoadStats& other) {
   MergeInto(sessions_lost, other.sessions_lost);
   MergeInto(retried, other.retried);
   for (const auto& [replica, calls] : other.replicas) replicas[replica] += calls;
+  calls += other.calls;
+  turns += other.turns;
   sessions_opened += other.sessions_opened;
   late += other.late;
   unsent += other.unsent;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/image.h"
+#include "client/cli/image.h"
 
 #include <errno.h>
-#include <grpcpp/support/status.h>
 #include <png.h>
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 #include <cstring>
 #include <memory>
 
-namespace attend::client {
+namespace attend::cli {
 namespace {
 
 constexpr int kGlyphWidth = 5;
@@ -81,13 +80,6 @@ size_t Characters(std::string_view text) {
   return count;
 }
 
-Error FileError(const std::string& path, const char* what) {
-  Error error;
-  error.code = grpc::StatusCode::INVALID_ARGUMENT;
-  error.message = path + ": " + what;
-  return error;
-}
-
 }  // namespace
 
 void Image::Fill(int x, int y, int width, int height, Rgb color) {
@@ -129,10 +121,10 @@ void DrawText(Image& image, int x, int y, std::string_view text, int scale, Dire
   }
 }
 
-Result<void> WritePng(const std::string& path, const Image& image) {
+std::string WritePng(const std::string& path, const Image& image) {
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "wb"),
                                                              &std::fclose);
-  if (file == nullptr) return FileError(path, std::strerror(errno));
+  if (file == nullptr) return path + ": " + std::strerror(errno);
   png_image png = {};
   png.version = PNG_IMAGE_VERSION;
   png.width = static_cast<png_uint_32>(image.width());
@@ -140,10 +132,10 @@ Result<void> WritePng(const std::string& path, const Image& image) {
   png.format = PNG_FORMAT_RGB;
   static_assert(sizeof(Rgb) == 3);
   if (png_image_write_to_stdio(&png, file.get(), 0, image.pixels().data(), 0, nullptr) == 0) {
-    return FileError(path, png.message);
+    return path + ": " + png.message;
   }
-  if (std::fflush(file.get()) != 0) return FileError(path, std::strerror(errno));
+  if (std::fflush(file.get()) != 0) return path + ": " + std::strerror(errno);
   return {};
 }
 
-}  // namespace attend::client
+}  // namespace attend::cli

@@ -5,13 +5,12 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "client/attend_client.h"
-
-namespace attend::client {
+namespace attend::cli {
 
 struct Rgb {
   uint8_t red = 255;
@@ -30,13 +29,19 @@ class Image {
   int width() const { return width_; }
   int height() const { return height_; }
   const std::vector<Rgb>& pixels() const { return pixels_; }
-  Rgb& at(int x, int y) { return pixels_[static_cast<size_t>(y) * width_ + x]; }
-  const Rgb& at(int x, int y) const { return pixels_[static_cast<size_t>(y) * width_ + x]; }
+  // A place outside the image ends the program.
+  Rgb& at(int x, int y) { return pixels_[Index(x, y)]; }
+  const Rgb& at(int x, int y) const { return pixels_[Index(x, y)]; }
 
   // What lies outside the image is left out, here and in DrawText.
   void Fill(int x, int y, int width, int height, Rgb color);
 
  private:
+  size_t Index(int x, int y) const {
+    if (x < 0 || x >= width_ || y < 0 || y >= height_) std::abort();
+    return static_cast<size_t>(y) * static_cast<size_t>(width_) + static_cast<size_t>(x);
+  }
+
   int width_;
   int height_;
   std::vector<Rgb> pixels_;
@@ -61,7 +66,7 @@ enum class Direction : uint8_t { kAcross, kUp };
 void DrawText(Image& image, int x, int y, std::string_view text, int scale, Direction direction,
               Rgb color);
 
-// INVALID_ARGUMENT names the path and the reason.
-Result<void> WritePng(const std::string& path, const Image& image);
+// Returns why the file could not be written, with its path; empty = it was.
+std::string WritePng(const std::string& path, const Image& image);
 
-}  // namespace attend::client
+}  // namespace attend::cli

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cli/load_worker.h"
+#include "client/cli/bench/worker.h"
 
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <string>
+#include <vector>
 
 namespace attend::cli {
 namespace {
@@ -47,21 +49,33 @@ void LoadWorker::Run() {
   client::Options options;
   options.max_attempts = bench_.flags.attempts;
   options.on_retry = [this](const client::Error& error) {
-    Count([&](LoadStats& stats) { AddTo(stats.retried, error); });
+    Count([&](LoadStats& stats) {
+      ++stats.calls;
+      AddTo(stats.retried, error);
+    });
   };
   auto client = Connect(bench_.globals, options);
   if (client.ok()) client_ = *std::move(client);
   const client::Result<void> prepared = client_ ? Prepare() : client.error();
-  if (!prepared.ok()) error_ = prepared.error();
   Count([](LoadStats& stats) {  // sessions opened so far serve what is measured
     const int64_t opened = stats.sessions_opened;
     stats = {};
     stats.sessions_opened = opened;
   });
-  bench_.control->ArriveAndWait();
-  if (!error_) Measure();
+  if (!prepared.ok()) bench_.control->Abort(prepared.error());
+  if (bench_.control->ArriveAndWait()) Measure();
   bench_.control->Finish();
+  const LoadStats measured = stats();
   CleanUp();
+  Count([&](LoadStats& stats) { stats = measured; });  // closing sessions is no part of it
+}
+
+void LoadWorker::Measure() {
+  while (bench_.control->Take()) {
+    const auto error = Turn();
+    Count([](LoadStats& stats) { ++stats.turns; });
+    if (error) PauseAfter(*error);
+  }
 }
 
 LoadStats LoadWorker::stats() const {
@@ -101,24 +115,32 @@ bool LoadWorker::CountAnswer(const Sent& sent, const client::Tensor& output,
   const Clock::time_point now = Clock::now();
   const std::string fault =
       FaultOf(output, bench_.flags.dtype, sent.rows, sent.layer->output_width(), random_());
-  const auto wait = std::chrono::nanoseconds(sent.sent - sent.due).count();
   Count([&](LoadStats& stats) {
     if (!fault.empty()) return stats.AddWrongAnswer(fault);
     RequestStats& kind = stats.of(sent.kind);
     kind.latency.Add(std::chrono::nanoseconds(now - sent.due).count());
-    kind.wait_ns += wait;
+    kind.wait_ns += std::chrono::nanoseconds(sent.sent - sent.due).count();
     AddCall(timing, sent.rows, std::chrono::nanoseconds(now - sent.sent).count(), &kind);
     ++stats.replicas[timing.replica()];
-    if (wait > kLateNs) ++stats.late;
   });
-  if (fault.empty()) bench_.control->NoteAnswer();
+  server_gone_ = false;
+  if (fault.empty()) {
+    bench_.control->NoteAnswer();
+  } else {
+    bench_.control->NoteFailure();
+  }
   return fault.empty();
 }
 
 Outcome LoadWorker::CountError(const client::Error& error, int64_t sessions) {
   Outcome outcome = Outcome::kFailed;
   Count([&](LoadStats& stats) { outcome = stats.AddError(error, sessions); });
-  if (outcome != Outcome::kFailed) bench_.control->NoteAnswer();
+  server_gone_ = outcome == Outcome::kFailed && error.retryable;
+  if (outcome == Outcome::kFailed) {
+    bench_.control->NoteFailure();
+  } else {
+    bench_.control->NoteAnswer();
+  }
   return outcome;
 }
 
@@ -128,6 +150,20 @@ void LoadWorker::PauseAfter(const client::Error& error) const {
   milliseconds pause = outcome == Outcome::kRefused ? kPauseAfterRefusal : kPauseAfterFailure;
   if (error.retry_after.count() > 0) pause = std::min(error.retry_after, kLongestPause);
   bench_.control->SleepUntil(Clock::now() + pause);
+}
+
+v1::OpenSessionRequest SessionRequest(const Bench& bench) {
+  v1::OpenSessionRequest request;
+  request.set_model(bench.model);
+  for (const v1::Layer& layer : bench.layers) request.add_layers(layer.name());
+  return request;
+}
+
+client::AttendOptions SessionOptions(const v1::Layer& layer) {
+  client::AttendOptions options;
+  // Such a layer is bidirectional unless asked, and a history is causal.
+  if (layer.mask_selectable()) options.mask = v1::MASK_CAUSAL;
+  return options;
 }
 
 }  // namespace attend::cli

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cli/load_plan.h"
+#include "client/cli/bench/plan.h"
 
 #include <bit>
 #include <charconv>
@@ -51,6 +51,7 @@ std::string LengthRangeText(const LengthRange& range) {
 }
 
 double ArrivalSchedule::Next() {
+  const std::lock_guard lock(mutex_);
   const double uniform = std::uniform_real_distribution<double>(0, 1)(random_);
   now_ += -std::log1p(-uniform) / rate_;
   return now_;

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One run of `attend bench`: its flags, what they mean for the server it found, and what its
+// workers share. Filled by bench.cc before the workers start; the report reads it too.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "client/cli/bench/control.h"
+#include "client/cli/bench/plan.h"
+#include "client/cli/command.h"
+
+namespace attend::cli {
+
+// The flags of `attend bench`.
+struct BenchFlags {
+  std::string model, layer;
+  LengthRange tokens;
+  int64_t clients = 16;
+  double seconds = 10;
+  int64_t requests = 0;
+  int64_t warmup = 2;
+  double rate = 0;
+  int64_t sequences = 1;
+  int64_t sessions = 0;
+  int64_t steps = 128;
+  bool decode_loop = false;
+  int64_t layers = 0;
+  int64_t micro_batches = 2;
+  int64_t prompt = 0;
+  v1::DType dtype = v1::DTYPE_F32;
+  uint64_t seed = 1;
+  int attempts = 1;
+  bool json = false;
+};
+
+// Owns the plain values, which don't change once workers run, so that any thread reads them without
+// a lock. What it points to belongs to RunBench, outlives the workers and is thread-safe itself.
+struct Bench {
+  Bench(const Globals& globals, const BenchFlags& flags) : globals(globals), flags(flags) {}
+
+  const Globals& globals;
+  const BenchFlags& flags;
+  std::string model;
+  std::vector<v1::Layer> layers;  // of the load, all of one d_model; one, but in the decode loop
+  v1::Limits limits;              // of the server
+  int64_t workers = 1;
+  int64_t largest_rows = 0;             // of one request
+  std::string input;                    // at least largest_rows + kInputShifts rows of d_model
+  LoadControl* control = nullptr;       // never null while workers run
+  ArrivalSchedule* arrivals = nullptr;  // of the open loop, else null
+};
+
+// Workers start at different rows of the input, so that they don't all send the same.
+inline constexpr int64_t kInputShifts = 64;
+// Prompts of the decode loop are sent in pieces of at most so many rows: messages of common size.
+inline constexpr int64_t kPromptPiece = 512;
+
+}  // namespace attend::cli
