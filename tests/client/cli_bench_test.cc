@@ -24,6 +24,7 @@ namespace {
 
 using nlohmann::json;
 using testing::AllOf;
+using testing::AnyOf;
 using testing::HasSubstr;
 using testing::Not;
 using testing::StartsWith;
@@ -439,7 +440,8 @@ TEST_F(CliBenchFakeTest, ASecondSignalOfTheOtherKindEndsAtOnce) {
   EXPECT_TRUE(Eventually([&] { return !server_.seen("Attend").empty(); }));
   bench.Signal(SIGINT);
   bench.Signal(SIGTERM);
-  EXPECT_EQ(bench.Wait().code, 143);
+  // Two threads may take them in either order; the second ends it, whichever that is.
+  EXPECT_THAT(bench.Wait().code, AnyOf(143, 130));
   released_.count_down();
 }
 
