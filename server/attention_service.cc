@@ -148,7 +148,7 @@ class AttendMethod : public Method {
       converted.asked_model = asked.has_raw() ? "raw" : asked.model().substr(0, kLoggedBytes);
       converted.asked_layer = asked.layer().substr(0, kLoggedBytes);
       if (asked.sequences_size() > 0) converted.asked_session_id = asked.sequences(0).session_id();
-      *model = ModelLabel(*context_.models, request->request);
+      *model = ModelLabel(*context_.models, asked);
     }
     const auto bytes = static_cast<int64_t>(message.Length());
     const int64_t limit = parts_.options->limits.message_bytes;

@@ -46,9 +46,6 @@ constexpr const char* kFooter =
     "\n"
     "Example: attend bench --model bert --clients 16 --tokens 16:512 --seconds 10";
 
-const std::vector<std::pair<std::string, v1::DType>> kDTypes = {
-    {"f32", v1::DTYPE_F32}, {"f16", v1::DTYPE_F16}, {"bf16", v1::DTYPE_BF16}};
-
 int FailUsage(const std::string& what) {
   std::fprintf(stderr, "attend: %s\nTry: attend bench --help\n", what.c_str());
   return kUsage;
@@ -341,7 +338,7 @@ void AddBench(CLI::App& app, Globals& globals) {
       ->default_str(LengthRangeText(flags->tokens));
   AddLoadFlags(bench, *flags)->excludes(layer);
   bench->add_option("--dtype", flags->dtype, "Type of the tensors (default: f32)")
-      ->transform(OneOf(kDTypes))
+      ->transform(OneOf(kWireDTypes))
       ->type_name("f32|f16|bf16");
   bench->add_option("--seed", flags->seed, "Of lengths, arrival times and inputs")
       ->type_name("N")

@@ -31,6 +31,9 @@ client::Result<client::Client> Connect(const Globals& globals, client::Options o
 
 // The text of a message as JSON, field names as in the proto.
 std::string Json(const google::protobuf::Message& message);
+// What --dtype takes.
+inline const std::vector<std::pair<std::string, v1::DType>> kWireDTypes = {
+    {"f32", v1::DTYPE_F32}, {"f16", v1::DTYPE_F16}, {"bf16", v1::DTYPE_BF16}};
 // "f32", "bf16"; the number for types this build doesn't know.
 std::string DTypeText(v1::DType dtype);
 // "[2, 3]"

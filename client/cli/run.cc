@@ -35,8 +35,6 @@ const std::vector<std::pair<std::string, v1::Mask>> kMasks = {
     {"model", v1::MASK_FROM_MODEL},
     {"causal", v1::MASK_CAUSAL},
     {"bidirectional", v1::MASK_BIDIRECTIONAL}};
-const std::vector<std::pair<std::string, v1::DType>> kDTypes = {
-    {"f32", v1::DTYPE_F32}, {"f16", v1::DTYPE_F16}, {"bf16", v1::DTYPE_BF16}};
 
 int FailFile(const client::Error& error) {
   std::fprintf(stderr, "attend: %s\n", error.message.c_str());
@@ -323,7 +321,7 @@ void AddRun(CLI::App& app, Globals& globals) {
       ->type_name("W.npy");
   AddMapOptions(*run, *flags);
   run->add_option("--dtype", flags->dtype, "Type of the output (default: the input's)")
-      ->transform(OneOf(kDTypes))
+      ->transform(OneOf(kWireDTypes))
       ->type_name("f32|f16|bf16");
   CLI::Option* compare = run->add_option("--compare", flags->compare,
                                          "Print the maximum absolute error against this output")

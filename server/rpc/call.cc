@@ -132,7 +132,7 @@ void Call::OnHeaders() {
       dispatcher_.refusing() ? dispatcher_.ShutdownStatus() : method_->Admit(*this);
   if (admitted.ok() && method_->streaming()) {
     observer_.StreamOpened(*method_);
-    if (!queue_->AddStream(shared_from_this())) {
+    if (!queue_->streams.Add(shared_from_this())) {
       observer_.StreamClosed(*method_);
       admitted = dispatcher_.ShutdownStatus();
     }
@@ -141,7 +141,7 @@ void Call::OnHeaders() {
   const std::lock_guard lock(mutex_);
   admitted_ = admitted.ok();
   if (admitted_) {
-    if (!method_->streaming()) queue_->AddReceiving(shared_from_this());
+    if (!method_->streaming()) queue_->receiving.Add(shared_from_this());
     return Advance();
   }
   if (!method_->streaming()) CountEnd({.started = received_}, admitted.code(), false);
@@ -180,7 +180,7 @@ void Call::OnRead(bool ok) {
   }
   if (end_) return Advance();
   if (!method_->streaming()) {
-    queue_->RemoveReceiving(this);
+    queue_->receiving.Remove(this);
     AcceptItem(static_cast<int64_t>(request_.Length()));
   }
   lock.unlock();
@@ -301,10 +301,10 @@ void Call::BecomeOver() {
   over_ = true;
   if (!admitted_) return;
   if (method_->streaming()) {
-    queue_->RemoveStream(this);
+    queue_->streams.Remove(this);
     observer_.StreamClosed(*method_);
   } else {
-    queue_->RemoveReceiving(this);
+    queue_->receiving.Remove(this);
   }
 }
 

@@ -20,6 +20,36 @@ namespace attend {
 
 class Call;
 
+// Calls that are looked at from outside; does not keep them. Thread-safe.
+class CallSet {
+ public:
+  // False once Refuse was called.
+  bool Add(const std::shared_ptr<Call>& call) {
+    const std::lock_guard lock(mutex_);
+    if (!refusing_) calls_.emplace(call.get(), call);
+    return !refusing_;
+  }
+  void Remove(Call* call) {
+    const std::lock_guard lock(mutex_);
+    calls_.erase(call);
+  }
+  void Refuse() {
+    const std::lock_guard lock(mutex_);
+    refusing_ = true;
+  }
+  void AppendTo(std::vector<std::shared_ptr<Call>>& out) const {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [unused, weak] : calls_) {
+      if (std::shared_ptr<Call> call = weak.lock()) out.push_back(std::move(call));
+    }
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  bool refusing_ = false;                                 // guarded by mutex_
+  std::unordered_map<Call*, std::weak_ptr<Call>> calls_;  // guarded by mutex_
+};
+
 // Thread-safe.
 class CallQueue {
  public:
@@ -44,44 +74,8 @@ class CallQueue {
     if (!std::exchange(closed_, true)) queue_->Shutdown();
   }
 
-  // False once RefuseStreams was called.
-  bool AddStream(const std::shared_ptr<Call>& call) {
-    const std::lock_guard lock(streams_mutex_);
-    if (!refuse_streams_) streams_.emplace(call.get(), call);
-    return !refuse_streams_;
-  }
-  void RemoveStream(Call* call) {
-    const std::lock_guard lock(streams_mutex_);
-    streams_.erase(call);
-  }
-  void RefuseStreams() {
-    const std::lock_guard lock(streams_mutex_);
-    refuse_streams_ = true;
-  }
-  void AppendStreams(std::vector<std::shared_ptr<Call>>& out) const {
-    const std::lock_guard lock(streams_mutex_);
-    for (const auto& [unused, weak] : streams_) {
-      if (std::shared_ptr<Call> call = weak.lock()) out.push_back(std::move(call));
-    }
-  }
-
-  // Unary calls whose request is on its way.
-  void AddReceiving(const std::shared_ptr<Call>& call) {
-    const std::lock_guard lock(receiving_mutex_);
-    receiving_.emplace(call.get(), call);
-  }
-  void RemoveReceiving(Call* call) {
-    const std::lock_guard lock(receiving_mutex_);
-    receiving_.erase(call);
-  }
-  std::vector<std::shared_ptr<Call>> Receiving() const {
-    std::vector<std::shared_ptr<Call>> calls;
-    const std::lock_guard lock(receiving_mutex_);
-    for (const auto& [unused, weak] : receiving_) {
-      if (std::shared_ptr<Call> call = weak.lock()) calls.push_back(std::move(call));
-    }
-    return calls;
-  }
+  CallSet streams;
+  CallSet receiving;  // unary calls whose request is on its way
 
   std::atomic<int64_t> live_calls{0};
   // From a call's headers until gRPC is done with it; who else keeps it does not matter.
@@ -91,13 +85,6 @@ class CallQueue {
   const std::unique_ptr<grpc::ServerCompletionQueue> queue_;
   std::shared_mutex gate_;
   bool closed_ = false;  // guarded by gate_
-
-  mutable std::mutex streams_mutex_;
-  bool refuse_streams_ = false;                             // guarded by streams_mutex_
-  std::unordered_map<Call*, std::weak_ptr<Call>> streams_;  // guarded by streams_mutex_
-
-  mutable std::mutex receiving_mutex_;
-  std::unordered_map<Call*, std::weak_ptr<Call>> receiving_;  // guarded by receiving_mutex_
 };
 
 }  // namespace attend

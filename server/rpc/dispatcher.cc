@@ -157,19 +157,19 @@ absl::Status Dispatcher::ShutdownStatus() {
 
 std::vector<std::shared_ptr<Call>> Dispatcher::Streams() const {
   std::vector<std::shared_ptr<Call>> streams;
-  for (const std::shared_ptr<CallQueue>& queue : queues_) queue->AppendStreams(streams);
+  for (const std::shared_ptr<CallQueue>& queue : queues_) queue->streams.AppendTo(streams);
   return streams;
 }
 
 void Dispatcher::EndOverdueRequests(std::chrono::milliseconds longest) {
-  for (const std::shared_ptr<CallQueue>& queue : queues_) {
-    for (const std::shared_ptr<Call>& call : queue->Receiving()) call->EndIfOverdue(longest);
-  }
+  std::vector<std::shared_ptr<Call>> calls;
+  for (const std::shared_ptr<CallQueue>& queue : queues_) queue->receiving.AppendTo(calls);
+  for (const std::shared_ptr<Call>& call : calls) call->EndIfOverdue(longest);
 }
 
 void Dispatcher::Refuse(std::chrono::system_clock::time_point deadline) {
   if (!refusing_.exchange(true)) {
-    for (const std::shared_ptr<CallQueue>& queue : queues_) queue->RefuseStreams();
+    for (const std::shared_ptr<CallQueue>& queue : queues_) queue->streams.Refuse();
     for (const std::shared_ptr<Call>& stream : Streams()) stream->EndStream(ShutdownStatus());
   }
   const auto running = [](const std::shared_ptr<CallQueue>& queue) {

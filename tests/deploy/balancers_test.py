@@ -16,7 +16,8 @@ import grpc
 import pytest
 
 from attend_client import Client, SessionLost
-from support.plain_load import Load, OPTIONS, make_stubs
+from support.contract import generated_modules
+from support.plain_load import Load, OPTIONS
 from support.servers import PATIENCE, Process, ROOT, Server, eventually, free_ports, get, golden_model
 
 NAMES = ("replica-0", "replica-1", "replica-2")
@@ -92,13 +93,9 @@ class Balanced:
 
 
 @pytest.fixture(scope="module", name="contract")
-def generated_modules(tmp_path_factory):
+def modules(tmp_path_factory):
     """The generated modules (messages, stubs)."""
-    directory = tmp_path_factory.mktemp("stubs")
-    make_stubs(directory)
-    sys.path.insert(0, str(directory))
-    from attend.v1 import attend_pb2, attend_pb2_grpc
-    return attend_pb2, attend_pb2_grpc
+    return generated_modules(tmp_path_factory.mktemp("stubs"))
 
 
 @pytest.fixture(scope="module", params=["nginx", "envoy"], name="balanced")

@@ -5,20 +5,17 @@ expression of the dashboard, the rules and the alerts must return data. Alerts t
 done here.
 """
 import collections
-import importlib
 import json
 import math
-import os
 import pathlib
 import re
 import subprocess
-import sys
 import urllib.parse
 
 import pytest
 import yaml
-from grpc_tools import protoc
 
+from support.contract import generated_modules
 from support.servers import PATIENCE, ROOT, Process, Server, eventually, free_ports, get, golden_model
 from support.varied_load import MOMENTARY, REQUEST_TOKENS, Caller, Load
 
@@ -50,12 +47,7 @@ def run(*command):
 @pytest.fixture(scope="module", name="pb")
 def messages(tmp_path_factory):
     """The messages of attend.proto: all of the contract can be sent, wrong requests too."""
-    directory = tmp_path_factory.mktemp("proto")
-    made = protoc.main(["protoc", f"-I{ROOT / 'proto'}", f"--python_out={directory}", "attend/v1/attend.proto"])
-    assert made == 0
-    sys.path.insert(0, str(directory))
-    yield importlib.import_module("attend.v1.attend_pb2")
-    sys.path.remove(str(directory))
+    return generated_modules(tmp_path_factory.mktemp("proto"))[0]
 
 
 @pytest.fixture(scope="module", name="servers")
@@ -195,7 +187,7 @@ def test_alerts_fire_and_stay_silent_as_described():
 
 
 def test_alerts_have_severity_text_and_a_runbook():
-    readme = pathlib.Path(os.environ.get("ATTEND_RUNBOOK", ROOT / "README.md")).read_text()
+    readme = (ROOT / "README.md").read_text()
     for alert in ALERTS:
         assert alert["labels"]["severity"] in ("critical", "warning"), alert
         assert alert["annotations"]["summary"] and alert["annotations"]["description"], alert

@@ -10,22 +10,11 @@ import threading
 import time
 
 import grpc
-import grpc_tools
-from grpc_tools import protoc
-
-from support.servers import ROOT
 
 CALL_SECONDS = 20  # deadline of each call
 # No transparent retries either: a balancer must not depend on them.
 OPTIONS = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1),
            ("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-
-
-def make_stubs(directory):
-    """Generates the Python modules of the contract; `directory` must be on sys.path before they are imported."""
-    code = protoc.main(["protoc", f"-I{ROOT / 'proto'}", f"-I{grpc_tools.__path__[0]}/_proto",
-                        f"--python_out={directory}", f"--grpc_python_out={directory}", "attend/v1/attend.proto"])
-    assert code == 0, "grpc_tools.protoc failed"
 
 
 class Load:
