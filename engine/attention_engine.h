@@ -23,23 +23,35 @@ namespace attend {
 struct EngineOptions {
   std::string device = "auto";   // auto | cpu | cuda
   std::string isa = "auto";      // auto | avx2 | avx512 (CPU)
-  std::string compute = "auto";  // auto | fp32 | bf16
-  int threads = 1;               // worker threads, the caller's included
+  std::string compute = "auto";  // auto | fp32 | bf16 | tf32 (CUDA)
+  int threads = 1;               // worker threads, the caller's included (CPU)
   int64_t kv_bytes = 0;          // KV memory of sessions: addresses [0, kv_bytes)
-  int64_t scratch_bytes = 0;  // KV memory of stateless work: [kv_bytes, kv_bytes + scratch_bytes)
+  int64_t scratch_bytes = 0;    // KV memory of stateless work: [kv_bytes, kv_bytes + scratch_bytes)
+  int64_t batch_tokens = 2048;  // most query rows, and most new keys, of a batch
+  int64_t workspace_bytes = 0;  // most WorkspaceBytes of a batch's items together; 0 = no limit
+};
+
+// What EngineOptions::device means on this machine.
+struct DeviceChoice {
+  std::string device = {};  // "cpu" | "cuda"
+  std::string name = {};    // of the CUDA device; empty for the CPU
+  std::string why = {};     // why "auto" is not CUDA; empty otherwise
+  int64_t free_bytes = 0;   // device memory; 0 for the CPU
+  int64_t total_bytes = 0;
 };
 
 struct EngineInfo {
   std::string engine;       // "cpu" | "cuda"
   std::string device;       // name of the processor
-  std::string isa;          // "avx2" | "avx512"
+  std::string isa;          // "avx2" | "avx512"; CUDA: "sm_90" etc.
   std::string numerics_id;  // engine, ISA, kernel version: equal ids give equal bits per dtype
   int threads = 0;
+  int batches_in_flight = 1;  // how often Start may be called before the first Wait
 };
 
 struct LayerInfo {
   int index = -1;                     // what BatchPlan.layer names
-  DType compute_dtype = DType::kF32;  // F32 or BF16 products
+  DType compute_dtype = DType::kF32;  // type of the products' operands: F32, BF16, F16 (CUDA)
   int64_t packed_bytes = 0;           // memory the packed weights take
 };
 
@@ -78,10 +90,20 @@ class AttentionEngine {
                                              const LayerWeights& weights) = 0;
 
   // Begins a batch: projects, appends new keys and values to the blocks, attends, writes outputs.
-  // Plan and items are borrowed until Wait has returned. A non-OK status of either means that no
-  // output may be used and that the engine must not be called again.
+  // Up to info().batches_in_flight may run; they are waited for in the order of their starts. Plan
+  // and items, with what they point to, are borrowed until Wait has returned.
+  //
+  // KV memory changes in the order of the calls: a batch, a copy or a discard sees all that was
+  // started before it as done. A block may therefore be given to a new owner while a batch that
+  // uses it still runs.
+  //
+  // When any call has returned a non-OK status the engine has failed: it must not be called again
+  // but for info() and progress_ns(), no output of a batch that was not waited for may be used, and
+  // nothing borrowed is touched any more.
   virtual absl::StatusOr<Ticket> Start(const BatchPlan& plan,
                                        std::span<const AttendItem> items) = 0;
+  // True when Wait would not wait: the batch has ended, or the engine has failed.
+  virtual bool Finished(Ticket ticket) = 0;
   virtual absl::StatusOr<StageTimes> Wait(Ticket ticket) = 0;
 
   virtual absl::Status CopyBlocks(std::span<const BlockCopy> copies) = 0;
@@ -97,6 +119,10 @@ class AttentionEngine {
   // Monotonic clock reading of the last finished piece of work; 0 before the first.
   virtual int64_t progress_ns() const = 0;
 };
+
+// Looks for a device without taking it. "auto" never fails; "cuda" without one is INVALID_ARGUMENT
+// with the reason.
+absl::StatusOr<DeviceChoice> ChooseDevice(const std::string& device);
 
 // Makes the engine the options ask for. INVALID_ARGUMENT names the option and what this build and
 // machine allow.

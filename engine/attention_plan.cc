@@ -78,6 +78,48 @@ absl::StatusOr<BatchPlan> BuildPlan(int layer, const AttentionSpec& spec, DType 
   return plan;
 }
 
+absl::Status CheckLayer(const BatchPlan& plan, const AttentionSpec* layer) {
+  const auto wrong = [&](const char* what) {
+    return absl::InternalError("attention plan for layer " + std::to_string(plan.layer) + ": " +
+                               what);
+  };
+  if (plan.spec == nullptr) return wrong("no spec");
+  if (plan.layer == -1 && plan.spec->raw()) return absl::OkStatus();
+  if (layer == nullptr || plan.spec->raw()) return wrong("the engine has no such layer");
+  AttentionSpec expected = *layer;
+  expected.cross = plan.spec->cross;
+  expected.causal = plan.spec->causal;
+  return expected == *plan.spec ? absl::OkStatus() : wrong("its spec is another");
+}
+
+int64_t WorkspaceBytes(const AttentionSpec& spec, const AttendItem& item) {
+  constexpr int64_t kItemBytes = 4096;
+  constexpr int64_t kSplitKeys = 512;  // these two as in engine/cuda/kernels.h
+  constexpr int64_t kSplitRows = 16;
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t q_heads = spec.q_heads;
+  const int64_t kv_width = int64_t{spec.kv_heads} * (spec.head_dim + spec.v_head_dim);
+  const int64_t output_width = spec.raw() ? q_heads * spec.v_head_dim : spec.output_width;
+
+  int64_t row = spec.raw() ? 4 * q_heads * spec.head_dim : 8 * int64_t{spec.d_model};
+  row += 4 * q_heads * (spec.head_dim + ceil_div(spec.head_dim, 8) * 8);
+  row += 4 * q_heads * spec.v_head_dim + 8 * output_width + 8 * q_heads;
+  if (item.rows * spec.group_size() <= kSplitRows) {
+    row += ceil_div(item.keys(), kSplitKeys) * q_heads * (4 * spec.v_head_dim + 8);
+  }
+  if (item.bias.data != nullptr) {
+    row += 4 * (item.bias.head_stride != 0 ? q_heads : 1) * item.bias.columns;
+  }
+  const int64_t new_key =
+      (spec.raw() ? 4 * kv_width : 8 * int64_t{spec.context_width}) + 4 * kv_width;
+  int64_t bytes = item.rows * row + item.new_keys * new_key;
+  if (item.weights.data != nullptr) {
+    bytes +=
+        4 * item.weights.head_count * (item.weights.row_end - item.weights.row_begin) * item.keys();
+  }
+  return bytes + 8 * ceil_div(item.keys(), kBlockTokens) + kItemBytes;
+}
+
 double ItemFlops(const AttentionSpec& spec, const AttendItem& item) {
   double flops = 0;
   const double q_width = double(spec.q_heads) * spec.head_dim;

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/attention_spec.h"
 
@@ -107,6 +108,10 @@ struct BatchPlan {
 absl::StatusOr<BatchPlan> BuildPlan(int layer, const AttentionSpec& spec, DType kv_dtype,
                                     std::span<const AttendItem> items);
 
+// INTERNAL unless the plan is one for `layer`, the spec of the engine's layer plan.layer (null: it
+// has no such layer). The plan's cross and causal may differ: plain modules leave them open.
+absl::Status CheckLayer(const BatchPlan& plan, const AttentionSpec* layer);
+
 // Keys that query row at absolute position `position` can see, before bias: [begin, end).
 struct KeyRange {
   int64_t begin = 0;
@@ -117,8 +122,8 @@ inline KeyRange VisibleKeys(const AttentionSpec& spec, bool causal, int64_t posi
   KeyRange range{0, keys};
   if (causal && position + 1 < range.end) range.end = position + 1;
   if (spec.window > 0) {
-    // position - window + 1 cannot overflow: window >= 1 and positions are below 2^62.
-    if (position - spec.window + 1 > range.begin) range.begin = position - spec.window + 1;
+    // Positions may be negative and windows any int64: nothing is subtracted that may overflow.
+    if (spec.window <= position) range.begin = position - spec.window + 1;
     if (!causal && spec.window < keys - position && position + spec.window < range.end) {
       range.end = position + spec.window;
     }
@@ -127,6 +132,19 @@ inline KeyRange VisibleKeys(const AttentionSpec& spec, bool causal, int64_t posi
   if (range.end < 0) range = {0, 0};
   return range;
 }
+
+// An upper bound of the device memory that a batch needs for the item: its rows as given, between
+// the steps, and on the way back. `pad8` rounds up to 8 elements, W = output_width. Bytes:
+//   a query row: 8 d_model (as given, in the product's type)     raw: 4 q_heads head_dim (as given)
+//     + 4 q_heads (head_dim + pad8(head_dim))                     (projected; for attention)
+//     + 4 q_heads v_head_dim + 8 W + 8 q_heads                    (attended; output; statistics)
+//     + ceil(keys / 512) q_heads (4 v_head_dim + 8)               (splits; rows * group_size <= 16)
+//     + 4 (1 | q_heads) bias columns + 4 heads keys               (bias; weights, asked rows only)
+//   a new key: 8 context_width     raw: 4 kv_heads (head_dim + v_head_dim)
+//     + 4 kv_heads (head_dim + v_head_dim)                        (projected)
+//   a block: 8 (its address);  the item: 4096 (alignment).
+// What depends on the batch alone (its shape, tile lists) is the engine's own.
+int64_t WorkspaceBytes(const AttentionSpec& spec, const AttendItem& item);
 
 // Multiply-adds x 2 of an item, for predicting time: projections and visible scores.
 double ItemFlops(const AttentionSpec& spec, const AttendItem& item);

@@ -16,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "engine/attend_batch.h"
 #include "engine/attend_job.h"
 #include "engine/attention_engine.h"
 #include "engine/kv_cache.h"
@@ -97,27 +98,6 @@ struct RuntimeStats {
   int64_t sessions_closed = 0;
 };
 
-struct BatchOutcome {
-  int64_t tokens = 0;  // rows and context rows computed
-  int64_t sequences = 0;
-  int64_t compute_us = 0;
-  int64_t started_us = 0;
-  StageTimes stages;
-  bool engine_failed = false;
-  int64_t launched_late = 0;  // jobs launched although their deadline had passed: must stay 0
-  enum class State : uint8_t {
-    kUntouched,  // did not fit into this batch
-    kContinues,  // some of it ran; give it again
-    kEnded,      // `status` is final
-  };
-  struct Job {
-    State state = State::kUntouched;
-    absl::Status status;
-    int64_t tokens = 0;  // rows of it in this batch
-  };
-  std::vector<Job> jobs;
-};
-
 class AttentionRuntime {
  public:
   // `engine` was made with options.engine; `now_us` reads the clock all times refer to.
@@ -133,17 +113,26 @@ class AttentionRuntime {
   const EngineInfo& info() const { return engine_->info(); }
   int64_t progress_ns() const { return engine_->progress_ns(); }
 
-  // Session calls. REQUIRES: no batch holds a part of the session's work (Fork, Truncate, Close).
+  // Session calls, also while batches of other sessions are in flight. REQUIRES: no batch holds a
+  // part of the session's work (Fork, Truncate, Close).
   absl::StatusOr<SessionState> OpenSession(const OpenSessionArguments& arguments);
   absl::StatusOr<SessionState> GetSession(const std::string& id);
   absl::StatusOr<SessionState> ForkSession(const std::string& id, std::optional<int64_t> length);
   absl::StatusOr<SessionState> TruncateSession(const std::string& id, int64_t length);
   absl::Status CloseSession(const std::string& id);
 
-  // Runs one batch: the first job sets layer and spec, the others join where they fit. Jobs that
-  // have ended have committed (OK) or rolled back (anything else).
-  BatchOutcome RunBatch(std::span<AttendJob* const> jobs);
-  // Rolls back a job that will not be given again (cancelled, expired, shutting down).
+  // The way of a batch. StartBatch: the first job sets layer and spec, the others join where they
+  // fit; what does not need the engine (dead jobs, wrong ones) has ended then. FinishBatch: waits;
+  // jobs that have ended have committed (OK) or rolled back (anything else). Up to
+  // info().batches_in_flight launched batches may be between the two; they are finished in the
+  // order of their starts, and their jobs and pinned sessions stay untouched until then.
+  std::unique_ptr<AttendBatch> StartBatch(std::span<AttendJob* const> jobs);
+  // FinishBatch would not wait.
+  bool Finished(const AttendBatch& batch) const;
+  BatchOutcome FinishBatch(std::unique_ptr<AttendBatch> batch);
+  BatchOutcome RunBatch(std::span<AttendJob* const> jobs) { return FinishBatch(StartBatch(jobs)); }
+  // Rolls back a job that is in no batch and will not be given again (cancelled, expired, shutting
+  // down).
   void Abandon(AttendJob& job);
 
   // Says which sessions have a queued or running call: they neither expire nor count as idle.
@@ -155,35 +144,35 @@ class AttentionRuntime {
   int64_t open_sessions() const { return static_cast<int64_t>(table_.open().size()); }
 
  private:
-  // Layer, spec and kv dtype a job runs with, and its sessions.
-  struct Resolved {
-    int engine_layer = -1;
-    const AttentionSpec* spec = nullptr;
-    DType kv_dtype = DType::kF32;
-    std::vector<Session*> sessions;  // [sequences] null = stateless
-    std::vector<int> places;         // [sequences] index of the layer in the session
+  // Before a job's first batch (runtime_jobs.cc).
+  absl::StatusOr<ResolvedJob> Resolve(AttendJob& job);
+  absl::Status CheckSequence(const AttendJob& job, const ResolvedJob& resolved, size_t index);
+  absl::Status ResolveRawSession(const AttendJob& job, ResolvedJob& resolved);
+  absl::Status Begin(AttendJob& job, const ResolvedJob& resolved);
+  absl::Status PrepareAnswer(AttendJob& job, const ResolvedJob& resolved);
+  absl::Status ReserveSequence(AttendJob& job, const ResolvedJob& resolved, size_t index);
 
-    KvGeometry geometry() const { return GeometryOf(*spec, kv_dtype); }
-    bool SameBatch(const Resolved& other) const;
-  };
-  struct Batch;  // items under construction
+  // What of a job goes into a batch (runtime_chunks.cc).
+  BatchOutcome::Job AddJob(size_t index, AttendBatch& batch);
+  bool AddChunk(size_t index, size_t sequence_index, AttendBatch& batch);
+  AttendItem NextItem(const AttendJob& job, size_t index, const ResolvedJob& resolved,
+                      int64_t most) const;
+  int64_t ChunkRows(const AttendJob& job, size_t index, const ResolvedJob& resolved,
+                    const AttendBatch& batch) const;
+  int64_t RowsInTime(const AttentionSpec& spec, const AttendItem& whole) const;
+  BatchShare WholeBatch() const;
 
-  absl::StatusOr<Resolved> Resolve(AttendJob& job);
-  absl::Status CheckSequence(const AttendJob& job, const Resolved& resolved, size_t index);
-  absl::Status ResolveRawSession(const AttendJob& job, Resolved& resolved);
-  absl::Status Begin(AttendJob& job, const Resolved& resolved);
-  absl::Status PrepareAnswer(AttendJob& job, const Resolved& resolved);
-  absl::Status ReserveSequence(AttendJob& job, const Resolved& resolved, size_t index);
-  BatchOutcome::Job AddJob(AttendJob& job, const Resolved& resolved, Batch& batch);
-  bool AddChunk(AttendJob& job, size_t index, const Resolved& resolved, Batch& batch);
-  void AddBias(const AttendJob& job, size_t index, AttendItem& item);
-  void AddWeights(const AttendJob& job, size_t index, AttendItem& item);
-  int64_t ChunkRows(const AttentionSpec& spec, const AttendItem& whole) const;
-  absl::Status Run(const Batch& batch, const Resolved& resolved, BatchOutcome& outcome);
-  static absl::Status EngineFault(const std::string& what);
-  absl::Status WhyDead(const AttendJob& job) const;
+  // The steps of a batch, in their order.
+  void Gather(AttendBatch& batch);
+  void DropDead(AttendBatch& batch);
+  void Launch(AttendBatch& batch);
+  absl::Status Await(AttendBatch& batch);
+  absl::Status Finish(AttendJob& job, const ResolvedJob& resolved);
   void ReleaseFinished(AttendJob& job);
-  absl::Status Finish(AttendJob& job, const Resolved& resolved);
+  void End(AttendBatch& batch, size_t index, absl::Status status);
+  absl::Status WhyDead(const AttendJob& job) const;
+  bool failed() const { return !cache_.engine_status().ok(); }
+
   SessionState StateOf(const Session& session) const;
   std::string LayerName(const Session& session, size_t index) const;
 
@@ -195,8 +184,9 @@ class AttentionRuntime {
   std::shared_ptr<BufferPool> buffers_;
   std::vector<LoadedModel> models_;
   std::function<bool(const std::string&)> pinned_;
-  double flops_per_us_ = 0;  // moving average; 0 = nothing ran yet
-  bool failed_ = false;
+  double flops_per_us_ = 0;     // moving average; 0 = nothing ran yet
+  int64_t engine_free_us_ = 0;  // when the last batch ended
+  bool failure_told_ = false;   // the engine's, in an outcome
 };
 
 }  // namespace attend

@@ -21,10 +21,6 @@ int32_t ScratchBlockTokens(int64_t keys) {
   return static_cast<int32_t>(std::max<int64_t>(1, (keys + 15) / 16) * 16);
 }
 
-int64_t ScratchBlockBytes(const KvGeometry& geometry, int32_t block_tokens) {
-  return (geometry.TokenBytes() * block_tokens + 63) / 64 * 64;
-}
-
 }  // namespace
 
 void KvLayout::Place() {
@@ -42,10 +38,17 @@ int64_t KvHistory::Longest() const {
 
 KvCache::KvCache(AttentionEngine& engine, int64_t kv_bytes, int64_t scratch_bytes)
     : engine_(engine),
-      arena_(0, kv_bytes,
-             [this](int64_t address, int64_t bytes) { engine_.Discard(address, bytes); }),
+      arena_(0, kv_bytes, [this](int64_t address, int64_t bytes) { Discard(address, bytes); }),
       scratch_(kv_bytes, scratch_bytes),
       scratch_base_(kv_bytes) {}
+
+void KvCache::Copy(std::span<const BlockCopy> copies) {
+  if (!copies.empty() && engine_status_.ok()) engine_status_ = engine_.CopyBlocks(copies);
+}
+
+void KvCache::Discard(int64_t address, int64_t bytes) {
+  if (engine_status_.ok()) engine_.Discard(address, bytes);
+}
 
 KvHistory KvCache::Open(std::shared_ptr<const KvLayout> layout) const {
   KvHistory history;
@@ -94,7 +97,7 @@ void KvCache::ReleaseTemporary(int64_t address) {
   scratch_.Release(address);
   // The next batch uses scratch again: give back only what a large request needed.
   if (scratch_.used_bytes() == 0 && scratch_touched_bytes_ > kScratchKeptBytes) {
-    engine_.Discard(scratch_base_ + kScratchKeptBytes, scratch_touched_bytes_ - kScratchKeptBytes);
+    Discard(scratch_base_ + kScratchKeptBytes, scratch_touched_bytes_ - kScratchKeptBytes);
     scratch_touched_bytes_ = kScratchKeptBytes;
   }
 }
@@ -141,7 +144,7 @@ KvCache::Outcome KvCache::ReserveAppend(KvHistory& history, int layer, int64_t p
   }
   history.blocks.insert(history.blocks.end(), fresh.begin() + static_cast<int64_t>(shared.size()),
                         fresh.end());
-  if (!copies.empty()) CHECK(engine_.CopyBlocks(copies).ok());
+  Copy(copies);
 
   copies.clear();
   reservation = {};
@@ -150,7 +153,7 @@ KvCache::Outcome KvCache::ReserveAppend(KvHistory& history, int layer, int64_t p
     copies.push_back({from, undo[i], place.geometry.BlockBytes()});
     reservation.saved.push_back({overwritten[i], undo[i]});
   }
-  if (!copies.empty()) CHECK(engine_.CopyBlocks(copies).ok());
+  Copy(copies);
 
   reservation.kind = KvReservation::Kind::kAppend;
   reservation.history = &history;
@@ -179,7 +182,7 @@ KvCache::Outcome KvCache::ReserveLookAhead(KvHistory& history, int layer, int64_
   if (count > 0 && position % kBlockTokens != 0) {
     const BlockCopy copy{history.blocks[static_cast<size_t>(first_block)] + place.offset_bytes,
                          made.own_blocks[0], place.geometry.BlockBytes()};
-    CHECK(engine_.CopyBlocks({&copy, 1}).ok());
+    Copy({&copy, 1});
   }
   reservation = std::move(made);
   return Outcome::kOk;
@@ -208,8 +211,7 @@ KvCache::Outcome KvCache::ReserveScratch(const KvGeometry& geometry, int64_t key
   made.kind = KvReservation::Kind::kScratch;
   made.new_keys = keys;
   made.block_tokens = ScratchBlockTokens(keys);
-  if (!AllocateScratch(ScratchBlockBytes(geometry, made.block_tokens), BlockCount(keys),
-                       made.own_blocks)) {
+  if (!AllocateScratch(geometry.BlockBytes(made.block_tokens), BlockCount(keys), made.own_blocks)) {
     return Outcome::kScratchExhausted;
   }
   reservation = std::move(made);
@@ -217,7 +219,7 @@ KvCache::Outcome KvCache::ReserveScratch(const KvGeometry& geometry, int64_t key
 }
 
 bool KvCache::FitsScratch(const KvGeometry& geometry, int64_t keys) const {
-  const int64_t bytes = ScratchBlockBytes(geometry, ScratchBlockTokens(keys));
+  const int64_t bytes = geometry.BlockBytes(ScratchBlockTokens(keys));
   // Runs of slabs waste at most an eighth (BlockAllocator).
   return BlockCount(keys) * bytes <= scratch_.capacity_bytes() / 8 * 7;
 }
@@ -262,7 +264,7 @@ void KvCache::RollBack(KvReservation& reservation) {
             history.blocks[static_cast<size_t>(saved.block_index)] + place.offset_bytes;
         copies.push_back({saved.address, to, place.geometry.BlockBytes()});
       }
-      if (!copies.empty()) CHECK(engine_.CopyBlocks(copies).ok());
+      Copy(copies);
       for (const KvReservation::Saved& saved : reservation.saved) ReleaseTemporary(saved.address);
       history.reserved[static_cast<size_t>(reservation.layer)] = 0;
       Trim(history);

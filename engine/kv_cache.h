@@ -13,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "engine/attention_engine.h"
 #include "engine/block_allocator.h"
 #include "engine/kv_geometry.h"
@@ -85,6 +86,11 @@ class KvCache {
   // `engine` moves bytes and outlives the cache.
   KvCache(AttentionEngine& engine, int64_t kv_bytes, int64_t scratch_bytes);
 
+  // Why the engine failed: a copy found out, or the caller did. It is not called again; the books
+  // go on as if every byte were where it belongs, so that all that is reserved can be given back.
+  const absl::Status& engine_status() const { return engine_status_; }
+  void EngineFailed(const absl::Status& status) { engine_status_.Update(status); }
+
   KvHistory Open(std::shared_ptr<const KvLayout> layout) const;
   // Frees everything the history holds. REQUIRES: no running reservation.
   void Close(KvHistory& history);
@@ -126,6 +132,8 @@ class KvCache {
   const BlockAllocator& arena() const { return arena_; }
 
  private:
+  void Copy(std::span<const BlockCopy> copies);
+  void Discard(int64_t address, int64_t bytes);
   void Trim(KvHistory& history);
   bool AllocateScratch(int64_t block_bytes, int64_t count, std::vector<int64_t>& out);
   // For undo copies and look-ahead: scratch, or the arena when scratch is full, so that a step of
@@ -137,6 +145,7 @@ class KvCache {
   BlockAllocator arena_;
   BlockAllocator scratch_;
   int64_t scratch_base_;
+  absl::Status engine_status_;
   int64_t scratch_touched_bytes_ =
       0;  // [scratch_base_, + this) has been written since the last Discard
 };

@@ -14,19 +14,33 @@ namespace attend {
 inline constexpr int kBlockTokens =
     64;  // aligned to the absolute key index: block b holds 64b .. 64b+63
 
+// A head's row of one token may take a multiple of this many bytes inside a block: the widest copy
+// of a CUDA thread.
+inline constexpr int64_t kRowBytes = 16;
+
 struct KvGeometry {
   int kv_heads = 0;
   int head_dim = 0;    // of keys
   int v_head_dim = 0;  // of values
   DType dtype = DType::kF32;
 
+  // One token in canonical form.
   int64_t TokenBytes() const {
     return int64_t{kv_heads} * (head_dim + v_head_dim) * DTypeBytes(dtype);
   }
-  // A layer's part of a full block; rounded up so that every part starts on a cache line.
-  int64_t BlockBytes() const { return (TokenBytes() * kBlockTokens + 63) / 64 * 64; }
+  // A layer's part of a block of `tokens` tokens: room for rows of heads padded to kRowBytes,
+  // rounded up so that every part starts on a cache line.
+  int64_t BlockBytes(int64_t tokens = kBlockTokens) const {
+    const int64_t token_bytes = kv_heads * (PaddedRowBytes(head_dim) + PaddedRowBytes(v_head_dim));
+    return (token_bytes * tokens + 63) / 64 * 64;
+  }
 
   friend bool operator==(const KvGeometry&, const KvGeometry&) = default;
+
+ private:
+  int64_t PaddedRowBytes(int64_t width) const {
+    return (width * DTypeBytes(dtype) + kRowBytes - 1) / kRowBytes * kRowBytes;
+  }
 };
 
 }  // namespace attend

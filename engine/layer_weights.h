@@ -8,7 +8,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/util/dtype.h"
+#include "absl/status/status.h"
+#include "engine/attention_spec.h"
 
 namespace attend {
 
@@ -35,5 +36,14 @@ struct LayerWeights {
   WeightView q_bias, k_bias, v_bias, o_bias;  // [rows of the matrix] or absent
   WeightView q_norm, k_norm;                  // [head_dim] or absent
 };
+
+// INVALID_ARGUMENT naming the matrix whose shape is not what the spec says.
+absl::Status CheckWeights(const AttentionSpec& spec, const LayerWeights& weights);
+
+// The type all four matrices have; F32 where they differ.
+DType MatrixDType(const LayerWeights& weights);
+
+// A vector's values; none when it is absent.
+std::vector<float> LoadVector(const WeightView& view);
 
 }  // namespace attend

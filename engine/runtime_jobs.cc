@@ -23,8 +23,8 @@ void Collect(size_t index, const absl::Status& status, absl::Status& first,
 
 }  // namespace
 
-absl::StatusOr<AttentionRuntime::Resolved> AttentionRuntime::Resolve(AttendJob& job) {
-  Resolved resolved;
+absl::StatusOr<ResolvedJob> AttentionRuntime::Resolve(AttendJob& job) {
+  ResolvedJob resolved;
   resolved.sessions.assign(job.sequences.size(), nullptr);
   resolved.places.assign(job.sequences.size(), 0);
   if (job.model >= 0) {
@@ -79,7 +79,7 @@ absl::StatusOr<AttentionRuntime::Resolved> AttentionRuntime::Resolve(AttendJob& 
   return resolved;
 }
 
-absl::Status AttentionRuntime::CheckSequence(const AttendJob& job, const Resolved& resolved,
+absl::Status AttentionRuntime::CheckSequence(const AttendJob& job, const ResolvedJob& resolved,
                                              size_t index) {
   const SequenceJob& sequence = job.sequences[index];
   const std::string field = "sequences[" + std::to_string(index) + "]";
@@ -135,7 +135,7 @@ absl::Status AttentionRuntime::CheckSequence(const AttendJob& job, const Resolve
   return absl::OkStatus();
 }
 
-absl::Status AttentionRuntime::PrepareAnswer(AttendJob& job, const Resolved& resolved) {
+absl::Status AttentionRuntime::PrepareAnswer(AttendJob& job, const ResolvedJob& resolved) {
   const AttentionSpec& spec = *resolved.spec;
   job.output_width = spec.raw() ? int64_t{spec.q_heads} * spec.v_head_dim : spec.output_width;
   const int64_t output_bytes = job.output_rows * job.output_width * DTypeBytes(job.output_dtype);
@@ -175,7 +175,7 @@ absl::Status AttentionRuntime::PrepareAnswer(AttendJob& job, const Resolved& res
   return absl::OkStatus();
 }
 
-absl::Status AttentionRuntime::ReserveSequence(AttendJob& job, const Resolved& resolved,
+absl::Status AttentionRuntime::ReserveSequence(AttendJob& job, const ResolvedJob& resolved,
                                                size_t index) {
   SequenceJob& sequence = job.sequences[index];
   Session* session = resolved.sessions[index];
@@ -212,7 +212,7 @@ absl::Status AttentionRuntime::ReserveSequence(AttendJob& job, const Resolved& r
                     .retry_after_ms = 1000});
 }
 
-absl::Status AttentionRuntime::Begin(AttendJob& job, const Resolved& resolved) {
+absl::Status AttentionRuntime::Begin(AttendJob& job, const ResolvedJob& resolved) {
   absl::Status error;
   std::vector<int32_t> offending;
   for (size_t i = 0; i < job.sequences.size(); ++i) {

@@ -20,7 +20,7 @@ absl::Status LengthError(int64_t length, int64_t longest) {
 }  // namespace
 
 // A raw request in sessions: all sessions share one layout, and the tensors fit it.
-absl::Status AttentionRuntime::ResolveRawSession(const AttendJob& job, Resolved& resolved) {
+absl::Status AttentionRuntime::ResolveRawSession(const AttendJob& job, ResolvedJob& resolved) {
   const Session& first = *resolved.sessions[0];
   const KvGeometry geometry = first.history.layout->layers[0].geometry;
   for (size_t i = 1; i < resolved.sessions.size(); ++i) {

@@ -14,6 +14,10 @@ namespace {
 // Session expiry and gauges are looked at this often while idle, and between batches.
 constexpr int64_t kTidyUs = 200000;
 constexpr int64_t kFewSessions = 256;
+// A running batch is polled without pause this long, which most decode steps take at most; then a
+// pause costs a longer batch little.
+constexpr int64_t kSpinUs = 2000;
+constexpr std::chrono::microseconds kPollPause{50};
 
 // Jobs of one (model, layer, cross) share a batch; raw work is one kind, split further by the
 // runtime.
@@ -57,7 +61,7 @@ void Batcher::Push(TaskFacts facts, Task task) {
       }
       queue_.Push(id, std::move(facts));
       tasks_.emplace(id, std::move(task));
-      wake_.notify_one();
+      Changed();
       return;
     }
     stopped = stop_reason_;
@@ -85,7 +89,7 @@ void Batcher::SubmitControl(const std::string& session_id, Control control, Done
 void Batcher::Wake() {
   std::lock_guard<std::mutex> lock(mutex_);
   look_ = true;
-  wake_.notify_one();
+  Changed();
 }
 
 void Batcher::Stop(const absl::Status& reason) {
@@ -93,7 +97,7 @@ void Batcher::Stop(const absl::Status& reason) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!stopping_) stop_reason_ = reason;
     stopping_ = true;
-    wake_.notify_one();
+    Changed();
   }
   if (thread_.joinable()) thread_.join();
 }
@@ -115,6 +119,11 @@ void Batcher::Count(Task& task, bool begun) {
   stats_.running_requests += more;
   stats_.queue_requests -= more;
   stats_.queue_tokens -= more * task.tokens;
+}
+
+void Batcher::Changed() {
+  changes_.fetch_add(1);
+  wake_.notify_one();
 }
 
 Batcher::Task* Batcher::Find(TaskId id) {
@@ -172,72 +181,133 @@ void Batcher::Publish() {
   published_us_ = now;
 }
 
-void Batcher::RunTasks(const std::vector<TaskId>& ids) {
-  Task* first = Find(ids.front());
-  if (first->job == nullptr) {
-    first->control(runtime_);
-    EndTask(ids.front(), absl::OkStatus());
+void Batcher::RunControl(TaskId id) {
+  if (engine_failed()) {
+    EndTask(id, MakeError(absl::StatusCode::kInternal, {.reason = Reason::kEngineFault},
+                          "the engine has failed"));
     return;
   }
+  Find(id)->control(runtime_);
+  EndTask(id, absl::OkStatus());
+}
+
+// Starts a batch of these tasks; one that has nothing for the engine ends here. False when none of
+// them came further, because batches in flight hold the memory they need.
+bool Batcher::StartJobs(const std::vector<TaskId>& ids) {
   std::vector<AttendJob*> jobs;
   for (TaskId id : ids) jobs.push_back(Find(id)->job.get());
-  const BatchOutcome outcome = runtime_.RunBatch(jobs);
-  if (outcome.engine_failed) engine_failed_.store(true);
+  Running running{runtime_.StartBatch(jobs), ids};
+
+  // What did not fit is offered again, before younger tasks. But when nothing ran and nothing runs,
+  // it waits for memory that waiting jobs hold: they get their turn first.
+  const bool stuck = running.batch->outcome.sequences == 0 && in_flight_.empty();
+  std::vector<TaskId> untouched;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (running.batch->outcome.jobs[i].state == BatchOutcome::State::kUntouched) {
+      untouched.push_back(ids[i]);
+    }
+  }
+  if (!stuck) std::reverse(untouched.begin(), untouched.end());
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (TaskId id : untouched) {
+      Task& task = tasks_.at(id);
+      if (task.job->first_batch_us == 0) Count(task, false);
+      stuck ? queue_.BackToTail(id) : queue_.BackToHead(id);
+    }
+  }
+  if (running.batch->launched()) {
+    in_flight_.push_back(std::move(running));
+    return true;
+  }
+  Finish(std::move(running));
+  return untouched.size() < ids.size() || in_flight_.empty();
+}
+
+void Batcher::Finish(Running running) {
+  const BatchOutcome outcome = runtime_.FinishBatch(std::move(running.batch));
+  if (!outcome.engine.ok()) engine_failed_.store(true);
   if (outcome.tokens > 0) {
     const double rate =
         1000.0 * double(outcome.tokens) / double(std::max<int64_t>(1, outcome.compute_us));
     tokens_per_ms_ = tokens_per_ms_ <= 0 ? rate : 0.8 * tokens_per_ms_ + 0.2 * rate;
   }
   observer_(outcome);
-
-  // A batch that ran nothing waits for memory other jobs hold: they get their turn first.
-  const bool stuck = outcome.sequences == 0;
-  for (size_t i = ids.size(); i-- > 0;) {
-    if (outcome.jobs[i].state == BatchOutcome::State::kUntouched) {
+  for (size_t i = 0; i < running.ids.size(); ++i) {
+    if (outcome.jobs[i].state == BatchOutcome::State::kEnded) {
+      EndTask(running.ids[i], outcome.jobs[i].status);
+    } else if (outcome.jobs[i].state == BatchOutcome::State::kContinues) {
       std::lock_guard<std::mutex> lock(mutex_);
-      Task& task = tasks_.at(ids[i]);
-      if (task.job->first_batch_us == 0) Count(task, false);
-      if (!stuck) queue_.BackToHead(ids[i]);
-    }
-  }
-  for (size_t i = 0; i < ids.size(); ++i) {
-    const BatchOutcome::State state = outcome.jobs[i].state;
-    if (state == BatchOutcome::State::kEnded) {
-      EndTask(ids[i], outcome.jobs[i].status);
-    } else if (state == BatchOutcome::State::kContinues || stuck) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      queue_.BackToTail(ids[i]);
+      queue_.BackToTail(running.ids[i]);
     }
   }
 }
 
-void Batcher::Loop() {
-  for (;;) {
-    std::vector<TaskId> ids;
-    bool look = false;
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      // Gauges of many sessions take a while to add up: only then may they be up to kTidyUs old.
-      if (queue_.size() == 0 && !stopping_ && runtime_.open_sessions() < kFewSessions) {
-        lock.unlock();
-        Publish();
-        lock.lock();
-      }
-      wake_.wait_for(lock, std::chrono::microseconds(kTidyUs),
-                     [this] { return stopping_ || look_ || queue_.size() > 0; });
-      if (stopping_) break;
-      look = look_ || queue_.size() > 0;
-    }
-    if (look) EndExpired();
-    if (now_us_() - published_us_ > kTidyUs) Publish();
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      ids = queue_.Next(batch_tokens_);
-      for (TaskId id : ids) Count(tasks_.at(id), true);
-      if (!ids.empty()) unpublished_ = true;
-    }
-    if (!ids.empty()) RunTasks(ids);
+// Starts the next batch or runs a session call; false when there is nothing that can start.
+bool Batcher::StartNext() {
+  std::vector<TaskId> ids;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ids = queue_.Next(batch_tokens_);
+    for (TaskId id : ids) Count(tasks_.at(id), true);
+    if (!ids.empty()) unpublished_ = true;
   }
+  if (ids.empty()) return false;
+  if (Find(ids.front())->job == nullptr) {
+    RunControl(ids.front());
+    return true;
+  }
+  return StartJobs(ids);
+}
+
+// Ends the oldest batch in flight. When another could be started: unless there is something to
+// look at that had not been seen yet.
+void Batcher::FinishOldest(uint64_t seen) {
+  const bool full = static_cast<int>(in_flight_.size()) >= runtime_.info().batches_in_flight;
+  const int64_t begin_us = now_us_();
+  while (!full && !runtime_.Finished(*in_flight_.front().batch)) {
+    if (changes_.load() != seen) return;
+    if (now_us_() - begin_us > kSpinUs) {
+      std::this_thread::sleep_for(kPollPause);
+    } else {
+      std::this_thread::yield();
+    }
+  }
+  Running oldest = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  Finish(std::move(oldest));
+}
+
+// False when stopping.
+bool Batcher::WaitForWork() {
+  bool look = false;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Gauges of many sessions take a while to add up: only then may they be up to kTidyUs old.
+    if (queue_.size() == 0 && !stopping_ && runtime_.open_sessions() < kFewSessions) {
+      lock.unlock();
+      Publish();
+      lock.lock();
+    }
+    wake_.wait_for(lock, std::chrono::microseconds(kTidyUs),
+                   [this] { return stopping_ || look_ || queue_.size() > 0; });
+    if (stopping_) return false;
+    look = look_ || queue_.size() > 0;
+  }
+  if (look) EndExpired();
+  if (now_us_() - published_us_ > kTidyUs) Publish();
+  return true;
+}
+
+void Batcher::Loop() {
+  const auto most = static_cast<size_t>(runtime_.info().batches_in_flight);
+  for (;;) {
+    const uint64_t seen = changes_.load();
+    if (!WaitForWork()) break;
+    const bool started = StartNext();
+    if (in_flight_.size() == most || (!started && !in_flight_.empty())) FinishOldest(seen);
+  }
+  while (!in_flight_.empty()) FinishOldest(changes_.load());
   std::vector<TaskId> rest;
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The engine thread: takes tasks from a BatchQueue, runs them through the AttentionRuntime, and
-// answers. Everything that touches the runtime's sessions and cache happens on this thread.
+// answers. Everything that touches the runtime's sessions and cache happens on this thread. As many
+// batches are in flight as the engine allows: while one runs, the next is started as soon as there
+// is work for it, and what comes then gathers.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -50,17 +53,19 @@ class Batcher {
   // Starts the thread; until then tasks only gather. Once.
   void Start();
 
-  // Takes a job. `done` is called exactly once, on the engine thread (or here when stopped).
+  // Takes a job. `done` is called exactly once, on the engine thread (or here when stopped). After
+  // an engine fault every job ends with it.
   void Submit(std::shared_ptr<AttendJob> job, Done done);
 
-  // Runs `control` between batches, after all earlier work of the session (empty = no session).
-  // Never called when stopped first: `stopped` is, with the reason.
+  // Runs `control` when no batch has work of the session (empty = no session), after all earlier
+  // work of it. Never called when stopped or when the engine failed first: `stopped` is, with the
+  // reason.
   void SubmitControl(const std::string& session_id, Control control, Done stopped);
 
   // The job's `cancelled` was set: end it soon if it waits.
   void Wake();
 
-  // Ends what waits with `reason` after the running batch, and joins. Idempotent.
+  // Ends what waits with `reason` after the running batches, and joins. Idempotent.
   void Stop(const absl::Status& reason);
 
   BatcherStats Stats() const;
@@ -76,14 +81,26 @@ class Batcher {
     bool begun = false;  // counted as running; else as queued
   };
 
+  // A batch in flight and the tasks it will end or bring further.
+  struct Running {
+    std::unique_ptr<AttendBatch> batch;
+    std::vector<TaskId> ids;  // [batch->jobs]; those that are untouched wait again
+  };
+
   void Push(TaskFacts facts, Task task);
   void Loop();
-  void RunTasks(const std::vector<TaskId>& ids);
+  bool WaitForWork();
+  bool StartNext();
+  bool StartJobs(const std::vector<TaskId>& ids);
+  void FinishOldest(uint64_t seen);
+  void Finish(Running running);
+  void RunControl(TaskId id);
   void EndTask(TaskId id, absl::Status status);
   void EndExpired();
   void Publish();
   Task* Find(TaskId id);
   void Count(Task& task, bool begun);  // mutex_ is held
+  void Changed();                      // mutex_ is held
 
   AttentionRuntime& runtime_;
   const int64_t batch_tokens_;
@@ -96,13 +113,15 @@ class Batcher {
   BatchQueue queue_;                        // guarded by mutex_
   std::unordered_map<TaskId, Task> tasks_;  // guarded by mutex_
   TaskId next_id_ = 1;                      // guarded by mutex_
-  bool unpublished_ = false;  // guarded by mutex_: work was done since stats_ was filled
-  bool look_ = false;         // guarded by mutex_: a waiting job was cancelled
-  bool stopping_ = false;     // guarded by mutex_
-  absl::Status stop_reason_;  // guarded by mutex_
-  BatcherStats stats_;        // guarded by mutex_
-  int64_t published_us_ = 0;  // engine thread
-  double tokens_per_ms_ = 0;  // engine thread
+  bool unpublished_ = false;          // guarded by mutex_: work was done since stats_ was filled
+  bool look_ = false;                 // guarded by mutex_: a waiting job was cancelled
+  bool stopping_ = false;             // guarded by mutex_
+  absl::Status stop_reason_;          // guarded by mutex_
+  BatcherStats stats_;                // guarded by mutex_
+  std::atomic<uint64_t> changes_{0};  // counts what WaitForWork wakes up for
+  std::deque<Running> in_flight_;     // engine thread; oldest first
+  int64_t published_us_ = 0;          // engine thread
+  double tokens_per_ms_ = 0;          // engine thread
   std::atomic<bool> engine_failed_{false};
   std::thread thread_;
 };

@@ -160,15 +160,18 @@ void AddModelAndEngine(Table& table) {
   const auto store = [](std::string Options::*member) {
     return [member](const std::string& value, Options& options) { options.*member = value; };
   };
-  table.Choice("device", Options{}.device, {"auto", "cpu", "cuda"}, store(&Options::device),
-               "What computes; auto takes CUDA where this build and machine have it.");
+  table.Choice(
+      "device", Options{}.device, {"auto", "cpu", "cuda"}, store(&Options::device),
+      "What computes; auto takes CUDA where this build and machine have it, and says in the "
+      "log why not.");
   table.Integer("threads", FIELD(threads), "threads", 1, 1024, "Worker threads of the CPU engine.")
       .row.default_value = "cores allowed by affinity and cgroup quota";
   table.Choice("isa", Options{}.isa, {"auto", "avx2", "avx512"}, store(&Options::isa),
                "Highest instruction set the CPU engine uses.");
-  table.Choice(
-      "compute", Options{}.compute, {"auto", "fp32", "bf16"}, store(&Options::compute),
-      "Products of BF16 weights; F32 weights always compute in fp32. auto goes by CPU model.");
+  table.Choice("compute", Options{}.compute, {"auto", "fp32", "bf16", "tf32"},
+               store(&Options::compute),
+               "Products of BF16 weights; auto goes by CPU model, on CUDA it is bf16. F32 weights "
+               "compute in fp32, with tf32 (CUDA only) in TF32.");
   table.Choice(
       "kv_dtype", "auto", {"auto", "f32", "bf16", "f16"},
       [](const std::string& value, Options& options) {
@@ -191,8 +194,10 @@ void AddLimits(Table& table) {
       "Largest response message; larger answers are refused before anything is computed.");
   table.Integer("request_tokens", FIELD(limits.request_tokens), "tokens", 1, 1 << 24,
                 "Most rows of one request.");
-  table.Integer("batch_tokens", FIELD(limits.batch_tokens), "tokens", 1, 1 << 20,
-                "Most rows of one batch; larger work is cut into chunks.");
+  table
+      .Integer("batch_tokens", FIELD(limits.batch_tokens), "tokens", 1, 1 << 20,
+               "Most rows of one batch; larger work is cut into chunks.")
+      .row.default_value += " (cuda: " + std::to_string(kCudaBatchTokens) + ")";
   table.Integer("queue_requests", FIELD(limits.queue_requests), "requests", 1, 1 << 20,
                 "Most requests admitted and not yet answered.");
   table.Integer("queue_tokens", FIELD(limits.queue_tokens), "tokens", 1, int64_t{1} << 32,
@@ -203,8 +208,8 @@ void AddLimits(Table& table) {
       .row.default_value = "1/8 of memory, at least 4 x message_bytes";
   table
       .Integer("kv_bytes", FIELD(limits.kv_bytes), "bytes", 0, 64 * kTiB,
-               "Memory for keys and values of sessions.")
-      .row.default_value = "1/4 of the machine's or container's memory";
+               "Memory for keys and values of sessions; on CUDA the device's.")
+      .row.default_value = "1/4 of the machine's or container's memory (cuda: of the device's)";
   table.Integer("sessions", FIELD(limits.sessions), "sessions", 1, 1 << 24, "Most open sessions.");
   table.Integer("deadline_ms", FIELD(limits.deadline_ms), "ms", 1, 3600000,
                 "Longest deadline; later ones, and none, are taken as this one.");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// attend-server: options, signals, exit codes. 0 = stopped as asked, 1 = failed or stopped twice, 2
-// = wrong flag, checkpoint or port.
+// attend-server: options, signals, exit codes. 0 = stopped as asked, 1 = the engine failed or
+// stopped twice, 2 = wrong flag, checkpoint or port.
 #include <google/protobuf/stubs/logging.h>
 #include <signal.h>
 #include <unistd.h>
@@ -77,6 +77,5 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "attend-server: %s\n", std::string(status.message()).c_str());
     Leave(*server, 2);
   }
-  server->Run();
-  Leave(*server, 0);
+  Leave(*server, server->Run().ok() ? 0 : 1);
 }

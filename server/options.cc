@@ -6,7 +6,6 @@
 #include <CLI/Formatter.hpp>
 #include <algorithm>
 #include <cctype>
-#include <set>
 #include <string_view>
 #include <utility>
 
@@ -94,8 +93,8 @@ absl::Status CheckModels(const Options& options) {
 
 // Pairs of which the first must not be below the second: else the largest request or session
 // allowed could never be had. A default gives way to a given value; two given ones are refused.
-// `given`: names of flags.
-absl::Status ReconcileLimits(const std::set<std::string>& given, Options& options) {
+absl::Status ReconcileLimits(Options& options) {
+  const std::set<std::string>& given = options.given;
   Limits& limits = options.limits;
   const struct {
     const char* upper_flag;
@@ -173,10 +172,9 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv,
   options.threads = std::clamp(machine.cores, 1, 1024);
   options.limits.kv_bytes = machine.memory_bytes / 4;
   options.replica_id = machine.host_name;
-  std::set<std::string> given_names;
   for (size_t i = 0; i < flags.size(); ++i) {
     if (given[i].values.empty()) given[i] = FromEnvironment(flags[i], environment);
-    if (!given[i].values.empty()) given_names.insert(flags[i].row.name);
+    if (!given[i].values.empty()) options.given.insert(flags[i].row.name);
     RETURN_IF_ERROR(Apply(flags[i], given[i], options));
     if (options.help || options.version) return options;
   }
@@ -192,8 +190,15 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv,
   }
   RETURN_IF_ERROR(CheckListeners(options));
   RETURN_IF_ERROR(CheckModels(options));
-  RETURN_IF_ERROR(ReconcileLimits(given_names, options));
+  RETURN_IF_ERROR(ReconcileLimits(options));
   return options;
+}
+
+void SetDeviceDefaults(const DeviceChoice& device, Options& options) {
+  if (device.device != "cuda") return;
+  Limits& limits = options.limits;
+  if (!options.given.contains("batch_tokens")) limits.batch_tokens = kCudaBatchTokens;
+  if (!options.given.contains("kv_bytes")) limits.kv_bytes = device.total_bytes / 4;
 }
 
 std::vector<FlagRow> FlagTable() {

@@ -2,33 +2,39 @@
 //
 // Every setting of attend-server: name, default, unit, limits and help, once. ParseOptions reads
 // flags and environment and checks all that can be checked without opening a port or a file;
-// main.cc calls it and hands the parts on. It knows no engine, model or socket.
+// main.cc calls it and hands the parts on. It knows no model or socket, and of devices only their
+// size.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "engine/attention_engine.h"
 #include "engine/util/dtype.h"
 #include "engine/util/log.h"
 #include "server/machine.h"
 
 namespace attend {
 
+// Default of --batch_tokens on CUDA: a GPU takes longer to start a batch and less for its rows.
+inline constexpr int64_t kCudaBatchTokens = 8192;
+
 // attend.v1.Limits, field by field; each is a flag of its name.
 struct Limits {
   int64_t message_bytes = 83886080;
   int64_t response_bytes = 83886080;
   int64_t request_tokens = 65536;
-  int64_t batch_tokens = 2048;
+  int64_t batch_tokens = 2048;  // SetDeviceDefaults: 8192 on CUDA
   int64_t queue_requests = 512;
   int64_t queue_tokens = 262144;
   int64_t queue_bytes = 0;  // set by ParseOptions: 1/8 of memory, at least 4 messages
-  int64_t kv_bytes = 0;     // set by ParseOptions: 1/4 of memory
+  int64_t kv_bytes = 0;  // set by ParseOptions: 1/4 of memory; SetDeviceDefaults: of the device's
   int64_t sessions = 65536;
   int64_t deadline_ms = 60000;
   int64_t session_ttl_seconds = 900;
@@ -60,6 +66,7 @@ struct Options {
   std::string replica_id = {};  // set by ParseOptions: Machine.host_name
   bool reflection = true;
   LogFormat log_format = LogFormat::kText;
+  std::set<std::string> given = {};  // names of the flags that were given, environment included
 
   // What to do instead of serving. `health` is the address to ask.
   std::optional<std::string> health = {};
@@ -76,6 +83,9 @@ using Environment = std::function<const char*(const char* name)>;
 // Errors are INVALID_ARGUMENT with one line naming flag, value and what is allowed.
 absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv,
                                      const Environment& environment, const Machine& machine);
+
+// Gives what was not given the default of the device that computes; nothing changes for the CPU.
+void SetDeviceDefaults(const DeviceChoice& device, Options& options);
 
 // One flag as the README and --help show it.
 struct FlagRow {

@@ -45,43 +45,7 @@ std::optional<std::pair<dev_t, ino_t>> IdentityOf(const std::string& path) {
   return std::pair(found.st_dev, found.st_ino);
 }
 
-std::string Mebibytes(int64_t bytes) { return std::to_string((bytes + (1 << 19)) >> 20) + " MiB"; }
-
-// Bytes of one row of everything a batch computes: input, q, k, v, attention output, output.
-int64_t ActivationBytes(const AttentionSpec& spec) {
-  return 4 * (int64_t{spec.d_model} + spec.output_width +
-              int64_t{spec.q_heads} * (spec.head_dim + spec.v_head_dim) +
-              int64_t{spec.kv_heads} * (spec.head_dim + spec.v_head_dim));
-}
-
-int64_t KvBytesPerToken(const Options& options, const Checkpoint& checkpoint,
-                        const AttentionSpec& spec) {
-  return GeometryOf(spec, KvDTypeOf(checkpoint, options.kv_dtype)).TokenBytes();
-}
-
 }  // namespace
-
-MemoryPlan PlanMemory(const Options& options,
-                      const std::vector<std::pair<std::string, Checkpoint>>& checkpoints) {
-  MemoryPlan plan;
-  plan.kv = options.limits.kv_bytes;
-  plan.queue = options.limits.queue_bytes + 4 * options.limits.message_bytes;
-  // Raw k and v of one message, widened from 16 bits, with room for blocks and slabs.
-  plan.scratch = 4 * options.limits.message_bytes;
-  int64_t row_bytes = 0;
-  for (const auto& [name, checkpoint] : checkpoints) {
-    for (const ModelLayer& layer : checkpoint.layers) {
-      const int64_t widened = layer.weight_dtype == DType::kF16 ? 2 : 1;
-      plan.weights += layer.weight_bytes * widened;
-      row_bytes = std::max(row_bytes, ActivationBytes(layer.spec));
-      const int64_t sequence =
-          KvBytesPerToken(options, checkpoint, layer.spec) * (options.limits.request_tokens + 64);
-      plan.scratch = std::max(plan.scratch, sequence / 7 * 8 + (int64_t{16} << 20));
-    }
-  }
-  plan.staging = options.limits.batch_tokens * row_bytes;
-  return plan;
-}
 
 Server::Server(Options options, const Machine& machine, Logger& logger)
     : options_(std::move(options)), machine_(machine), logger_(logger), start_us_(NowUs()) {}
@@ -102,26 +66,65 @@ absl::Status Server::LoadCheckpoints() {
     }
     checkpoints_.emplace_back(model.name, *std::move(checkpoint));
   }
-  memory_ = PlanMemory(options_, checkpoints_);
-  if (memory_.Total() <= machine_.memory_bytes) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      "--kv_bytes=" + std::to_string(options_.limits.kv_bytes) + ": weights " +
-      Mebibytes(memory_.weights) + " + kv " + Mebibytes(memory_.kv) + " + scratch " +
-      Mebibytes(memory_.scratch) + " + queue " + Mebibytes(memory_.queue) + " + staging " +
-      Mebibytes(memory_.staging) + " = " + Mebibytes(memory_.Total()) +
-      " do not fit into the memory of " + Mebibytes(machine_.memory_bytes) +
-      "; lower --kv_bytes, --queue_bytes, --request_tokens or --message_bytes");
+  memory_ = PlanMemory(options_, device_, checkpoints_);
+  return CheckMemory(memory_, device_, machine_.memory_bytes);
+}
+
+absl::Status Server::SettleDevice() {
+  ASSIGN_OR_RETURN(device_, ChooseDevice(options_.device));
+  SetDeviceDefaults(device_, options_);
+  if (options_.compute == "tf32" && device_.device != "cuda") {
+    return absl::InvalidArgumentError(
+        "--compute: got \"tf32\", wanted auto|fp32|bf16, as the CPU computes" +
+        (device_.why.empty() ? "" : ": " + device_.why));
+  }
+  return absl::OkStatus();
+}
+
+void Server::LogDeviceAndMemory() const {
+  if (options_.device == "auto" && device_.device == "cuda") {
+    logger_.Write(LogLevel::kInfo, "device",
+                  {{"asked", "auto"}, {"using", "cuda"}, {"name", device_.name}});
+  } else if (options_.device == "auto") {
+    logger_.Write(LogLevel::kInfo, "device",
+                  {{"asked", "auto"}, {"using", "cpu"}, {"why", device_.why}});
+  }
+  if (memory_.cuda) {
+    logger_.Write(LogLevel::kInfo, "memory",
+                  {{"weights", Mebibytes(memory_.weights)},
+                   {"kv", Mebibytes(memory_.kv)},
+                   {"scratch", Mebibytes(memory_.scratch)},
+                   {"workspace", Mebibytes(memory_.workspace)},
+                   {"device_total", Mebibytes(memory_.DeviceBytes())},
+                   {"device_free", Mebibytes(device_.free_bytes)},
+                   {"queue", Mebibytes(memory_.queue)},
+                   {"staging", Mebibytes(memory_.staging)},
+                   {"total", Mebibytes(memory_.HostBytes())},
+                   {"allowed", Mebibytes(machine_.memory_bytes)}});
+    return;
+  }
+  logger_.Write(LogLevel::kInfo, "memory",
+                {{"weights", Mebibytes(memory_.weights)},
+                 {"kv", Mebibytes(memory_.kv)},
+                 {"scratch", Mebibytes(memory_.scratch)},
+                 {"queue", Mebibytes(memory_.queue)},
+                 {"staging", Mebibytes(memory_.staging)},
+                 {"total", Mebibytes(memory_.HostBytes())},
+                 {"allowed", Mebibytes(machine_.memory_bytes)}});
 }
 
 absl::Status Server::Start() {
+  RETURN_IF_ERROR(SettleDevice());
   RETURN_IF_ERROR(LoadCheckpoints());
   RuntimeOptions runtime;
-  runtime.engine.device = options_.device;
+  runtime.engine.device = device_.device;
   runtime.engine.isa = options_.isa;
   runtime.engine.compute = options_.compute;
   runtime.engine.threads = static_cast<int>(options_.threads);
   runtime.engine.kv_bytes = memory_.kv / 4096 * 4096;
   runtime.engine.scratch_bytes = memory_.scratch / 4096 * 4096;
+  runtime.engine.batch_tokens = options_.limits.batch_tokens;
+  runtime.engine.workspace_bytes = memory_.batch_workspace;
   runtime.kv_dtype = options_.kv_dtype;
   runtime.replica = options_.replica_id;
   runtime.start = std::to_string(
@@ -132,14 +135,7 @@ absl::Status Server::Start() {
   runtime.batch_tokens = options_.limits.batch_tokens;
   runtime.chunk_us = options_.chunk_us;
   ASSIGN_OR_RETURN(std::unique_ptr<AttentionEngine> engine, MakeEngine(runtime.engine));
-  logger_.Write(LogLevel::kInfo, "memory",
-                {{"weights", Mebibytes(memory_.weights)},
-                 {"kv", Mebibytes(memory_.kv)},
-                 {"scratch", Mebibytes(memory_.scratch)},
-                 {"queue", Mebibytes(memory_.queue)},
-                 {"staging", Mebibytes(memory_.staging)},
-                 {"total", Mebibytes(memory_.Total())},
-                 {"allowed", Mebibytes(machine_.memory_bytes)}});
+  LogDeviceAndMemory();
   runtime_ = std::make_unique<AttentionRuntime>(runtime, std::move(engine), NowUs);
 
   MetricsConfig config;
@@ -274,9 +270,9 @@ void Server::Observe(const BatchOutcome& outcome) {
     metrics_->BatchRan(outcome.tokens, outcome.tokens, outcome.sequences);
   }
   for (int64_t i = 0; i < outcome.launched_late; ++i) metrics_->LaunchedAfterDeadline();
-  if (outcome.engine_failed) {
+  if (!outcome.engine.ok()) {
     logger_.Write(LogLevel::kError, "engine_failed",
-                  {{"message", "the engine failed; this process takes no more work"}});
+                  {{"message", std::string(outcome.engine.message()) + "; exiting"}});
   }
 }
 
@@ -350,18 +346,35 @@ void Server::EndOldStreams() {
   }
 }
 
-void Server::Run() {
-  bool failed = false;
-  while (!WaitForStop(kTickMs)) {
+absl::Status Server::Run() {
+  while (!batcher_->engine_failed() && !WaitForStop(kTickMs)) {
     EndOldStreams();
     dispatcher_->EndOverdueRequests(milliseconds(options_.limits.deadline_ms));
-    if (batcher_->engine_failed() && !std::exchange(failed, true)) {
-      for (const char* name : {"", "attend.v1.Attention", "readiness"}) {
-        health_.SetServing(name, false);
-      }
-    }
   }
-  Drain();
+  if (!batcher_->engine_failed()) Drain();
+  if (!batcher_->engine_failed()) return absl::OkStatus();
+  // The batcher answers all that it has with ENGINE_FAULT.
+  const absl::Status fault =
+      MakeError(absl::StatusCode::kInternal, {.reason = Reason::kEngineFault}, "the engine failed");
+  StopServing();
+  EndCalls(fault);
+  return fault;
+}
+
+void Server::StopServing() {
+  for (const char* name : {"", "attend.v1.Attention", "readiness"}) {
+    health_.SetServing(name, false);
+  }
+}
+
+// Calls that are running get their answers, all others `reason` or UNAVAILABLE.
+void Server::EndCalls(const absl::Status& reason) {
+  dispatcher_->Refuse(system_clock::now() + kLastAnswers);
+  batcher_->Stop(reason);
+  // No gRPC shutdown: to calls that cross with it, it answers CANCELLED, as if their callers had
+  // given up. Until the process ends they are refused, then the kernel closes the connections,
+  // which clients and balancers take as UNAVAILABLE.
+  std::this_thread::sleep_for(kLastWrites);
 }
 
 bool Server::Quiet() const {
@@ -373,9 +386,7 @@ void Server::Drain() {
   const auto asked = steady_clock::now();
   const auto limit = asked + std::chrono::seconds(options_.drain_limit_seconds);
   state_.draining.store(true);
-  for (const char* name : {"", "attend.v1.Attention", "readiness"}) {
-    health_.SetServing(name, false);
-  }
+  StopServing();
   logger_.Write(LogLevel::kInfo, "draining",
                 {{"delay_seconds", options_.drain_delay_seconds},
                  {"limit_seconds", options_.drain_limit_seconds}});
@@ -383,17 +394,13 @@ void Server::Drain() {
       std::min(limit, asked + std::chrono::seconds(options_.drain_delay_seconds)));
   state_.refusing.store(true);
   while (!Quiet() && steady_clock::now() < limit) {
+    if (batcher_->engine_failed()) return;
     std::this_thread::sleep_for(milliseconds(kDrainTickMs));
   }
   const int64_t lost = batcher_->Stats().runtime.sessions_open;
   const absl::Status reason =
       MakeError(absl::StatusCode::kUnavailable, {.reason = Reason::kDraining}, "the server stops");
-  dispatcher_->Refuse(system_clock::now() + kLastAnswers);
-  batcher_->Stop(reason);
-  // No gRPC shutdown: to calls that cross with it, it answers CANCELLED, as if their callers had
-  // given up. Until the process ends they are refused, then the kernel closes the connections,
-  // which clients and balancers take as UNAVAILABLE.
-  std::this_thread::sleep_for(kLastWrites);
+  EndCalls(reason);
   logger_.Write(LogLevel::kInfo, "stopped", {{"sessions_lost", lost}});
 }
 

@@ -25,24 +25,13 @@
 #include "server/health.h"
 #include "server/http_endpoint.h"
 #include "server/machine.h"
+#include "server/memory_plan.h"
 #include "server/metrics.h"
 #include "server/options.h"
 #include "server/reflection.h"
 #include "server/rpc/dispatcher.h"
 
 namespace attend {
-
-// What the process will need at most, in bytes; one line of the log adds it up.
-struct MemoryPlan {
-  int64_t weights = 0;  // packed
-  int64_t kv = 0;       // sessions' cache
-  int64_t scratch = 0;  // keys and values of stateless work
-  int64_t queue = 0;    // messages in the queue and being received
-  int64_t staging = 0;  // activations of a batch and kept buffers
-  int64_t Total() const { return weights + kv + scratch + queue + staging; }
-};
-MemoryPlan PlanMemory(const Options& options,
-                      const std::vector<std::pair<std::string, Checkpoint>>& checkpoints);
 
 class Server {
  public:
@@ -55,9 +44,10 @@ class Server {
   // answered STARTING until the last layer is packed. Errors are start-up errors: one line, exit 2.
   absl::Status Start();
 
-  // Serves until RequestStop, then drains. Called by one thread after Start. New calls are refused
-  // from then on; the owner ends the process.
-  void Run();
+  // Serves until RequestStop, then drains; or until the engine fails, and returns why the process
+  // has to end with an error. Called by one thread after Start. New calls are refused from then on;
+  // the owner ends the process.
+  absl::Status Run();
 
   // True until the first call can be served: a stop needs no drain. Any thread.
   bool loading() const { return state_.starting.load(); }
@@ -74,10 +64,14 @@ class Server {
   int metrics_port() const { return http_->port(); }
 
  private:
+  absl::Status SettleDevice();
   absl::Status LoadCheckpoints();
+  void LogDeviceAndMemory() const;
   absl::Status OpenPorts();
   absl::Status PackModels();
   void Drain();
+  void StopServing();
+  void EndCalls(const absl::Status& reason);
   bool Quiet() const;
   void EndOldStreams();
   GaugeSnapshot Gauges() const;
@@ -90,12 +84,13 @@ class Server {
     std::pair<dev_t, ino_t> identity;
   };
 
-  const Options options_;
+  Options options_;  // fixed after SettleDevice
   const Machine machine_;
   Logger& logger_;
   const int64_t start_us_;
   ServerState state_;
-  std::vector<std::pair<std::string, Checkpoint>> checkpoints_;
+  DeviceChoice device_;
+  NamedCheckpoints checkpoints_;
   MemoryPlan memory_;
   std::unique_ptr<AttentionRuntime> runtime_;
   std::unique_ptr<Metrics> metrics_;

@@ -12,8 +12,10 @@ void PrintInfo(const v1::ServerInfo& info) {
   const v1::Limits& limits = info.limits();
   std::printf("version       %s\n", info.version().c_str());
   std::printf("replica       %s%s\n", info.replica().c_str(), info.draining() ? " (draining)" : "");
-  std::printf("engine        %s, %s, %s, %d threads\n", info.engine().c_str(),
-              info.device().c_str(), info.isa().c_str(), info.threads());
+  std::printf("engine        %s, %s, %s", info.engine().c_str(), info.device().c_str(),
+              info.isa().c_str());
+  if (info.engine() == "cpu") std::printf(", %d threads", info.threads());
+  std::printf("\n");
   std::printf("numerics      %s\n", info.numerics_id().c_str());
   std::printf("request       at most %s, %ld tokens, %.1f s\n",
               BytesText(limits.message_bytes()).c_str(), limits.request_tokens(),

@@ -47,20 +47,6 @@ std::string NumericsId(CpuIsa isa, const CpuInfo& cpu) {
   return "cpu-" + unit + "-" + ProjectionLibrary(isa) + "-" + kKernelVersion;
 }
 
-absl::Status CheckShape(const char* name, const WeightView& view, int64_t rows, int64_t columns) {
-  if (view.present() && view.rows == rows && view.columns == columns) return absl::OkStatus();
-  return absl::InvalidArgumentError(std::string("layer weights: ") + name + " is [" +
-                                    std::to_string(view.rows) + ", " +
-                                    std::to_string(view.columns) + "], wanted [" +
-                                    std::to_string(rows) + ", " + std::to_string(columns) + "]");
-}
-
-std::vector<float> LoadNorm(const WeightView& view) {
-  std::vector<float> values;
-  for (int64_t i = 0; view.present() && i < view.rows; ++i) values.push_back(view.At(i, 0));
-  return values;
-}
-
 struct Layer {
   AttentionSpec spec;
   DType compute = DType::kF32;
@@ -84,6 +70,7 @@ class CpuEngine final : public AttentionEngine {
   absl::StatusOr<LayerInfo> AddLayer(const AttentionSpec& spec,
                                      const LayerWeights& weights) override;
   absl::StatusOr<Ticket> Start(const BatchPlan& plan, std::span<const AttendItem> items) override;
+  bool Finished(Ticket) override { return true; }  // Start does all
   absl::StatusOr<StageTimes> Wait(Ticket ticket) override;
   absl::Status CopyBlocks(std::span<const BlockCopy> copies) override;
   absl::Status ReadKv(const KvRows& rows, std::span<std::byte> bytes) override;
@@ -92,7 +79,10 @@ class CpuEngine final : public AttentionEngine {
 
  private:
   absl::Status PackLayer(const LayerWeights& weights, DType compute, Layer& layer);
-  absl::Status CheckPlan(const BatchPlan& plan) const;
+  const AttentionSpec* SpecOf(int layer) const {
+    const bool known = layer >= 0 && layer < static_cast<int>(layers_.size());
+    return known ? &layers_[static_cast<size_t>(layer)].spec : nullptr;
+  }
   absl::Status ReserveHeads(const BatchPlan& plan);
   absl::Status ReadProjected(const BatchRows& rows);
   absl::Status Project(const BatchRows& rows, Layer& layer);
@@ -132,26 +122,12 @@ absl::Status CpuEngine::PackLayer(const LayerWeights& weights, DType compute, La
 
 absl::StatusOr<LayerInfo> CpuEngine::AddLayer(const AttentionSpec& spec,
                                               const LayerWeights& weights) {
-  const int64_t q_width = int64_t{spec.q_heads} * spec.head_dim;
-  const int64_t k_width = int64_t{spec.kv_heads} * spec.head_dim;
-  const int64_t v_width = int64_t{spec.kv_heads} * spec.v_head_dim;
-  const int64_t o_width = int64_t{spec.q_heads} * spec.v_head_dim;
-  RETURN_IF_ERROR(CheckShape("q", weights.q, q_width, spec.d_model));
-  RETURN_IF_ERROR(CheckShape("k", weights.k, k_width, spec.context_width));
-  RETURN_IF_ERROR(CheckShape("v", weights.v, v_width, spec.context_width));
-  RETURN_IF_ERROR(CheckShape("o", weights.o, spec.output_width, o_width));
-  for (const WeightView* norm : {&weights.q_norm, &weights.k_norm}) {
-    if (norm->present()) RETURN_IF_ERROR(CheckShape("q/k norm", *norm, spec.head_dim, 1));
-  }
-  bool all_bf16 = true;
-  for (const WeightView* view : {&weights.q, &weights.k, &weights.v, &weights.o}) {
-    all_bf16 = all_bf16 && view->dtype == DType::kBF16;
-  }
+  RETURN_IF_ERROR(CheckWeights(spec, weights));
   Layer layer;
   layer.spec = spec;
-  layer.q_norm = LoadNorm(weights.q_norm);
-  layer.k_norm = LoadNorm(weights.k_norm);
-  const DType compute = all_bf16 ? bf16_compute_ : DType::kF32;
+  layer.q_norm = LoadVector(weights.q_norm);
+  layer.k_norm = LoadVector(weights.k_norm);
+  const DType compute = MatrixDType(weights) == DType::kBF16 ? bf16_compute_ : DType::kF32;
   absl::Status status = PackLayer(weights, compute, layer);
   if (absl::IsUnimplemented(status) && compute == DType::kBF16) {
     status = PackLayer(weights, DType::kF32, layer);
@@ -165,23 +141,8 @@ absl::StatusOr<LayerInfo> CpuEngine::AddLayer(const AttentionSpec& spec,
   return info;
 }
 
-absl::Status CpuEngine::CheckPlan(const BatchPlan& plan) const {
-  if (plan.spec == nullptr || plan.layer < -1 || plan.layer >= static_cast<int>(layers_.size()) ||
-      plan.spec->raw() != (plan.layer == -1)) {
-    return absl::InternalError("cpu engine: plan for layer " + std::to_string(plan.layer) + " of " +
-                               std::to_string(layers_.size()));
-  }
-  if (plan.layer == -1) return absl::OkStatus();
-  AttentionSpec layer = layers_[plan.layer].spec;
-  layer.cross = plan.spec->cross;
-  layer.causal = plan.spec->causal;
-  if (layer == *plan.spec) return absl::OkStatus();
-  return absl::InternalError("cpu engine: the plan's spec is not that of layer " +
-                             std::to_string(plan.layer));
-}
-
 absl::StatusOr<Ticket> CpuEngine::Start(const BatchPlan& plan, std::span<const AttendItem> items) {
-  RETURN_IF_ERROR(CheckPlan(plan));
+  RETURN_IF_ERROR(CheckLayer(plan, SpecOf(plan.layer)));
   const BatchRows rows(plan, items, isa_, pool_);
   Layer* layer = plan.layer < 0 ? nullptr : &layers_[plan.layer];
   auto start = std::chrono::steady_clock::now();

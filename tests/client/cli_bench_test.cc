@@ -254,9 +254,9 @@ TEST_F(CliBenchTest, HistoriesOfALayerWithASelectableMaskAreCausal) {
 }
 
 TEST_F(CliBenchTest, RefusedStepsOfTheDecodeLoopDoNotGrowItsHistories) {
-  // Room for one block of 64 tokens (15,360 bytes) in both layers for each of 8 sessions, and for
+  // Room for one block of 64 tokens (16,384 bytes) in both layers for each of 8 sessions, and for
   // two more.
-  Start({"--queue_requests=1", "--kv_bytes=276480"});
+  Start({"--queue_requests=1", "--kv_bytes=294912"});
   const json report =
       Report("--decode_loop --sessions 8 --micro_batches 8 --steps 62 --requests 4000");
   const int refused = report["refused"]["total"];

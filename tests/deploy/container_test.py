@@ -2,19 +2,21 @@
 """The image of the Dockerfile is built with buildah, looked into, and serves as an unprivileged user from a
 read-only root. Needs root. Not seen here: limits of memory and CPU, seccomp, a network of its own.
 """
-import json
 import os
+import pathlib
 import re
 import subprocess
 
 import numpy as np
 import pytest
 from attend_client import Client
-from sentence_encoder import read_safetensors
 from support.container import Builder, ContainerError, command_in
+from support.golden_cases import largest_difference
 from support.servers import GOLDEN, ROOT, Process, cmake_version, free_ports, get
 
 IMAGE = "localhost/attend:test"
+CUDA_IMAGE = "localhost/attend:test-cuda"
+CUDA_FILES = ("attend-engine-cuda.so", "libcublasLt.so.13", "libcudart.so.13")
 BINARIES = ("/usr/local/bin/attend", "/usr/local/bin/attend-server")
 TOOLS_OF_BUILDS = ("cc c++ gcc g++ cpp ld as make cmake ninja ccache pkg-config protoc strip git python3 pip curl wget"
                    ).split()
@@ -66,13 +68,17 @@ def test_the_dockerfile_is_clean():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_cuda_is_refused_where_there_is_no_cuda_engine(tmp_path):
-    if (ROOT / "engine" / "cuda").exists():
-        pytest.skip("this version has a CUDA engine")
-    done = subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", "-DATTEND_CUDA=ON"],
-                          capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "this version of attend has no CUDA engine" in " ".join(done.stderr.split())
+def test_cuda_is_built_where_nvcc_is_and_on_demand_only_there(tmp_path):
+    """Configured as in a base without the toolkit, whatever this machine has."""
+    def configure(device):
+        return subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DATTEND_CUDA={device}",
+                               "-DATTEND_TESTS=OFF", "-DCMAKE_IGNORE_PATH=/usr/local/bin;/usr/local/cuda/bin"],
+                              capture_output=True, text=True, check=False,
+                              env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+    done = configure("ON")
+    assert done.returncode != 0 and "there is no nvcc" in " ".join(done.stderr.split())
+    done = configure("AUTO")
+    assert done.returncode == 0 and "CUDA engine: not built" in done.stdout, done.stderr
 
 
 def test_the_image_says_what_it_is_and_how_it_runs(image):
@@ -170,24 +176,55 @@ def test_it_serves_as_nobody_in_particular_from_a_read_only_root(root, image, in
     assert {path for path in root.rglob("*")} == before
 
 
-def largest_difference(client, variant):
-    """Of all full self-attention cases, in tolerances of each."""
-    tensors = read_safetensors(GOLDEN / variant / "cases.safetensors")
-    differences = []
-    for case in json.loads((GOLDEN / variant / "cases.json").read_text())["cases"]:
-        if case["kind"] == "full" and case["role"] == "self":
-            rows, wanted = (tensors[f"{case['id']}.{name}"] for name in ("hidden_states", "output"))
-            output = client.attend(case["layer"], rows, lengths=case["lengths"], model=variant).output
-            differences += [np.abs(output[i, :length] - wanted[i, :length]).max() / case["tolerance"]["float32_abs"]
-                            for i, length in enumerate(case["lengths"])]
-    assert differences
-    return max(differences)
-
-
-@pytest.mark.parametrize("device, complaint", [("cuda", "has no CUDA engine"), ("gpu", "allowed: cpu, cuda")])
+@pytest.mark.parametrize("device, complaint", [("cuda", "BUILD_BASE has no nvcc"), ("gpu", "allowed: cpu, cuda")])
 def test_a_device_that_can_not_be_built_ends_the_build(builder, image, device, complaint):
     if not builder.layers:
         pytest.skip("without layers of the first build, this would install everything again")
     with pytest.raises(ContainerError) as failure:
         builder.build("localhost/attend:refused", DEVICE=device)
     assert complaint in " ".join(str(failure.value).split())
+
+
+@pytest.fixture(scope="module")
+def cuda_root(builder, image):
+    """The root folder of a container of the image for GPUs."""
+    toolkit = pathlib.Path("/usr/local/cuda").resolve()
+    if not (toolkit / "bin" / "nvcc").exists():
+        pytest.skip("this machine has no /usr/local/cuda/bin/nvcc")
+    if not builder.layers:
+        pytest.skip("without layers of the first build, this would install everything again")
+    builder.build(CUDA_IMAGE, toolkit=toolkit, DEVICE="cuda")
+    with builder.container(CUDA_IMAGE) as folder:
+        yield folder
+
+
+def test_the_cuda_image_adds_the_engine_and_the_libraries_it_needs(builder, image, cuda_root):
+    assert builder.config(CUDA_IMAGE)["Entrypoint"] == image["Entrypoint"]
+    folder = cuda_root / "usr/local/lib/attend"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(CUDA_FILES)
+    assert not [path for path in (cuda_root / "usr/local").rglob("*") if path.name.startswith(("nvcc", "libcuda."))]
+    found = subprocess.run(command_in(cuda_root, image, ["ldd", f"/usr/local/lib/attend/{CUDA_FILES[0]}"]),
+                           capture_output=True, text=True, check=True).stdout
+    assert "not found" not in found and "libcuda.so" not in found, found
+    for name in CUDA_FILES[1:]:
+        assert f"/usr/local/lib/attend/{name}" in found or f"/usr/local/lib/attend/./{name}" in found, found
+    stated = int(re.search(r"with CUDA about (\d+) MB", DOCKERFILE)[1])
+    size = builder.megabytes(CUDA_IMAGE)
+    print(f"image with CUDA: {size:g} MB")
+    assert stated * 0.9 <= size <= stated * 1.1, f"the image has {size:g} MB, the Dockerfile says about {stated}"
+
+
+def test_the_cuda_image_serves_on_the_cpu_where_there_is_no_gpu(image, cuda_root, tmp_path):
+    if list(pathlib.Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has a GPU; what the image does with one is tests/gpu's part")
+    grpc, http = (f"127.0.0.1:{port}" for port in free_ports(2))
+    settings = {"ATTEND_LISTEN": grpc, "ATTEND_METRICS_LISTEN": http, "ATTEND_KV_BYTES": "64MiB", "ATTEND_THREADS": "2"}
+    command = command_in(cuda_root, image, image["Entrypoint"], env=settings)
+    with Process(command, tmp_path / "server.log") as server:
+        server.wait_for_log(r" serving ")
+        lines = re.findall(r"^.* device .*$", server.log(), re.MULTILINE)
+        assert len(lines) == 1 and "asked=auto using=cpu why=" in lines[0] and "driver" in lines[0].lower(), lines
+        with Client(grpc, timeout=30, attempts=1) as client:
+            assert client.server_info().engine == "cpu"
+    done = subprocess.run([*command, "--device=cuda"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "driver" in done.stderr.lower(), done.stderr

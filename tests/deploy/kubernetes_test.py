@@ -169,8 +169,14 @@ def test_server_takes_the_settings_and_answers_the_probes(overlay, tmp_path):
         for name in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert serving(address, pod_container[name]["grpc"]["service"]), name
         # What the server adds up must fit with the cache it would have, and a quarter more for larger checkpoints.
-        total = MIB * int(re.search(r'"memory".*?"total":"(\d+) MiB"', server.log())[1])
-        total += number(settings(docs)["ATTEND_KV_BYTES"]) - 64 * MIB
+        plan = {name: MIB * int(size) for name, size in re.findall(
+            r'"(\w+)":"(\d+) MiB"', re.search(r'"memory".*', server.log())[0])}
+        if settings(docs)["ATTEND_DEVICE"] == "cuda":
+            # The cache is the GPU's. Pinned are two batches of 4 messages and 2 responses of 80 MiB and an eighth, or
+            # of 8192 rows of wide layers: 128 KiB of a 4096 wide one.
+            total = plan["queue"] + 2 * 9 / 8 * max(6 * 80 * MIB, 8192 * 128 * 1024)
+        else:
+            total = plan["total"] + number(settings(docs)["ATTEND_KV_BYTES"]) - 64 * MIB
         assert total * 1.25 < number(pod_container["resources"]["limits"]["memory"])
         series = re.findall(r"^(\w+)", get(f"http://{http}/metrics"), re.MULTILINE)
         for metric in find(docs, "HorizontalPodAutoscaler", "attend")["spec"]["metrics"]:

@@ -152,6 +152,9 @@ TEST(VisibleKeysTest, TheLargestWindowIsNoWindow) {
     const KeyRange range = VisibleKeys(spec, causal, 9, 100);
     EXPECT_EQ(range.begin, 0);
     EXPECT_EQ(range.end, causal ? 10 : 100);
+    // A row before the first key (more rows than keys): nothing may overflow.
+    EXPECT_EQ(VisibleKeys(spec, causal, -5, 100).begin, 0);
+    EXPECT_EQ(VisibleKeys(spec, causal, -5, 100).end, causal ? 0 : 100);
   }
 }
 
@@ -171,6 +174,65 @@ TEST(ItemFlopsTest, GrowsWithRowsAndWithVisibleKeysOnly) {
   spec.window = 0;
   // 10 rows of 2 x 64 x 64 projection products, twice, and of 995 visible keys.
   EXPECT_NEAR(ItemFlops(spec, item), 10 * (2.0 * 64 * 64 * 2 + 2.0 * 995 * 128), 10 * 256);
+}
+
+// Each term of the bound by itself: what it grows by.
+class WorkspaceBytesTest : public testing::Test {
+ protected:
+  WorkspaceBytesTest() : spec_(PlainSpec(64, 8, 2, 12, 20)) {
+    spec_.context_width = 48;
+    spec_.output_width = 72;
+    item_.rows = 100;  // more than are split
+    item_.cached_keys = 640;
+  }
+  int64_t Bytes() const { return WorkspaceBytes(spec_, item_); }
+
+  static constexpr int64_t kRow = 8 * 64                // as given, for the product
+                                  + 4 * 8 * (12 + 16)   // queries: projected, padded
+                                  + 4 * 8 * 20 + 8 * 8  // attended, statistics
+                                  + 8 * 72;             // output
+  static constexpr int64_t kItem = 4096 + 8 * 10;       // with ten blocks
+  AttentionSpec spec_;
+  AttendItem item_;
+  float data_ = 0;
+};
+
+TEST_F(WorkspaceBytesTest, RowsAndNewKeys) {
+  EXPECT_EQ(Bytes(), kItem + 100 * kRow);
+  item_.cached_keys -= 30;
+  item_.new_keys = 30;
+  EXPECT_EQ(Bytes(), kItem + 100 * kRow + 30 * (8 * 48 + 4 * 2 * (12 + 20)));
+  ++item_.new_keys;  // the first key of an eleventh block
+  EXPECT_EQ(Bytes(), kItem + 100 * kRow + 31 * (8 * 48 + 4 * 2 * (12 + 20)) + 8);
+}
+
+TEST_F(WorkspaceBytesTest, RawRowsComeProjected) {
+  spec_.d_model = spec_.context_width = 0;
+  spec_.output_width = 0;
+  item_.cached_keys -= 30;
+  item_.new_keys = 30;
+  EXPECT_EQ(Bytes(), kItem + 100 * (kRow - 8 * 64 + 4 * 8 * 12 - 8 * 72 + 8 * 8 * 20) +
+                         30 * (8 * 2 * (12 + 20)));
+}
+
+TEST_F(WorkspaceBytesTest, FewPackedRowsAreSplitOverKeys) {
+  item_.rows = 4;  // of four query heads: 16 packed rows
+  EXPECT_EQ(Bytes(), kItem + 4 * (kRow + 2 * 8 * (4 * 20 + 8)));
+  item_.rows = 5;
+  EXPECT_EQ(Bytes(), kItem + 5 * kRow);
+}
+
+TEST_F(WorkspaceBytesTest, BiasAndAskedWeights) {
+  item_.bias = {&data_, 0, 77, 77, 0};
+  EXPECT_EQ(Bytes(), kItem + 100 * (kRow + 4 * 77));
+  item_.bias.head_stride = 7700;
+  EXPECT_EQ(Bytes(), kItem + 100 * (kRow + 4 * 8 * 77));
+  item_.bias = {};
+  item_.weights.data = &data_;
+  item_.weights.head_count = 3;
+  item_.weights.row_begin = 10;
+  item_.weights.row_end = 17;
+  EXPECT_EQ(Bytes(), kItem + 100 * kRow + 3 * 7 * 640 * 4);
 }
 
 }  // namespace

@@ -29,8 +29,9 @@ class EngineLayerTest : public EngineTest {
     auto info = engine->AddLayer(layer.spec(), layer.weights());
     ASSERT_THAT(info, IsOk());
     EXPECT_GT(info->packed_bytes, 0);
-    if (weight != kBF16 || compute != "auto") {
-      EXPECT_EQ(info->compute_dtype, weight == kBF16 && compute == "bf16" ? kBF16 : kF32);
+    const DType wanted = ComputeDType(GetParam(), weight, compute);
+    if (wanted != DType::kUnspecified) {
+      EXPECT_EQ(info->compute_dtype, wanted);
     }
     std::vector<TestSequence> sequences;
     for (int64_t rows : {1, 5, 64, 90}) {
@@ -47,6 +48,7 @@ class EngineLayerTest : public EngineTest {
     spec.causal = true;
     change(spec);
     TryLayer(spec, kF32, kF32, kF32, kF32);
+    TryLayer(spec, kBF16, kBF16, kF32, kF32);
   }
 };
 
@@ -61,11 +63,38 @@ TEST_P(EngineLayerTest, EveryWeightKvInputAndOutputTypeMatchesTheReference) {
         if (HasBf16Products(GetParam())) TryLayer(spec, weight, kv, kF32, kF32, "bf16");
         TryLayer(spec, weight, kv, kF32, kF32, "fp32");
       }
+      if (weight == kF16 && GetParam().cuda()) {  // the CPU's F16 weights always compute in F32
+        TryLayer(spec, weight, kv, kF32, kF32, "fp32");
+      }
     }
     for (DType input : {kF32, kBF16, kF16}) {
       for (DType output : {kF32, kBF16, kF16}) TryLayer(spec, weight, kF32, input, output);
     }
   }
+}
+
+TEST_P(EngineLayerTest, Tf32ProductsMatchTheReference) {
+  if (!GetParam().cuda()) GTEST_SKIP() << "only CUDA has TF32 products";
+  AttentionSpec spec = PlainSpec(48, 4, 2, 24, 16);
+  spec.causal = true;
+  for (DType weight : {kF32, kBF16, kF16}) {
+    for (DType kv : {kF32, kBF16}) TryLayer(spec, weight, kv, kF32, kF32, "tf32");
+  }
+}
+
+TEST_P(EngineLayerTest, HiddenStatesBeyondF16OverflowInTheirOwnRow) {
+  AttentionSpec spec = PlainSpec(32, 4, 2, 8, 8);
+  spec.causal = true;
+  const TestLayer layer(random, spec, kF16);
+  auto info = engine->AddLayer(layer.spec(), layer.weights());
+  ASSERT_THAT(info, IsOk());
+  std::vector<TestSequence> sequences;
+  for (int i = 0; i < 2; ++i) {
+    sequences.push_back(RandomSequence(random, layer.spec(), kF32, kF32, kF32, 40, 40));
+  }
+  // Infinite where products are F16, large elsewhere; the oracle knows.
+  sequences[1].query.Set(33, 3, 70000);
+  RunAndCompare(sequences, info->index, layer.weights(), info->compute_dtype);
 }
 
 TEST_P(EngineLayerTest, EveryRuleBetweenProjectionAndCacheMatchesTheReference) {
@@ -189,7 +218,7 @@ TEST_P(EngineLayerTest, NaNInHiddenStatesStaysInTheRowsThatSeeIt) {
     ASSERT_THAT(info, IsOk());
     std::vector<TestSequence> sequences;
     for (int i = 0; i < 3; ++i) {
-      sequences.push_back(RandomSequence(random, layer.spec(), kF32, kF32, kF32, 70, 70));
+      sequences.push_back(RandomSequence(random, layer.spec(), weight, kF32, kF32, 70, 70));
     }
     Run(sequences, info->index);
     const std::vector<TestTensor> clean{sequences[0].output, sequences[1].output,

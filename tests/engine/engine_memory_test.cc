@@ -4,6 +4,9 @@
 // blocks, written into other histories and is the same there; and what the engine says about
 // itself.
 #include <algorithm>
+#include <deque>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/support/engine_cases.h"
@@ -94,7 +97,7 @@ TEST_P(EngineMemoryTest, AProjectedHistoryHoldsTheReferenceKeysAndValues) {
     std::vector<TestSequence> sequences;
     sequences.push_back(RandomSequence(random, layer.spec(), kv, kF32, kF32, 130, 130));
     Run(sequences, 0);
-    const ReferenceResult expected = sequences[0].Expected(layer.weights(), kF32);
+    const ReferenceResult expected = Expected(sequences[0], layer.weights());
     const auto stored = Read(GeometryOf(spec, kv), sequences[0].blocks, 0, 130);
     EXPECT_TRUE(MatchesReference(kv, stored.data(), expected.keys));
     EXPECT_TRUE(MatchesReference(kv, stored.data() + 130 * 32 * DTypeBytes(kv), expected.values));
@@ -178,8 +181,14 @@ TEST_P(EngineMemoryTest, RawAppendOnlyAndAttendOnlyItemsTakePartInOneHistory) {
 
 TEST_P(EngineMemoryTest, InfoNamesTheEngineAndProgressAdvancesWithWork) {
   EXPECT_EQ(engine->info().engine, GetParam().device);
-  EXPECT_EQ(engine->info().isa, GetParam().isa);
-  EXPECT_EQ(engine->info().threads, 2);
+  if (GetParam().cuda()) {  // the device decides
+    EXPECT_THAT(engine->info().isa, testing::MatchesRegex("sm_[0-9]+"));
+  } else {
+    EXPECT_EQ(engine->info().isa, GetParam().isa);
+    EXPECT_EQ(engine->info().threads, 2);
+  }
+  EXPECT_FALSE(engine->info().device.empty());
+  EXPECT_GE(engine->info().batches_in_flight, 1);
   EXPECT_FALSE(engine->info().numerics_id.empty());
   for (const EngineCase& other : EngineCases()) {
     if (other.name == GetParam().name || !WhyNotHere(other).empty()) continue;
@@ -204,11 +213,85 @@ TEST_P(EngineMemoryTest, Bf16ProductsAreRefusedWhereThereAreNone) {
   EXPECT_THAT(MakeEngine(options), StatusIs(absl::StatusCode::kInvalidArgument));
 }
 
+// Steps of one history, so that the second batch reads what the first appends.
+TEST_P(EngineMemoryTest, TwoBatchesInFlightGiveTheBitsOfOneAfterAnother) {
+  if (engine->info().batches_in_flight < 2) GTEST_SKIP() << "this engine runs one batch at a time";
+  for (DType type : {DType::kF32, DType::kBF16}) {
+    SCOPED_TRACE(DTypeName(type));
+    Restart();
+    AttentionSpec spec = PlainSpec(32, 4, 2, 16, 12);
+    spec.causal = true;
+    const TestLayer layer(random, spec, type);
+    ASSERT_THAT(engine->AddLayer(layer.spec(), layer.weights()), IsOk());
+    std::vector<TestSequence> sequences;
+    for (int64_t keys : {100, 70}) {
+      sequences.push_back(RandomSequence(random, layer.spec(), type, kF32, kF32, keys, keys));
+      sequences.back().AskWeights({0, 3});
+      TakeBlocks(sequences.back());
+    }
+    // Step `step` of both histories: a prefill, then steps of one row.
+    const auto items = [&](int64_t step) {
+      std::vector<AttendItem> made;
+      for (TestSequence& sequence : sequences) {
+        const int64_t begin = step == 0 ? 0 : sequence.keys - 5 + step;
+        const int64_t end = step == 0 ? sequence.keys - 4 : begin + 1;
+        made.push_back(sequence.Item(begin, end, begin, end));
+      }
+      return made;
+    };
+    for (int64_t step = 0; step < 5; ++step) {
+      ASSERT_THAT(RunBatch(*engine, 0, layer.spec(), type, items(step)), IsOk());
+    }
+    const std::vector<TestSequence> expected = sequences;
+    for (TestSequence& sequence : sequences) {
+      TakeBlocks(sequence);
+      sequence.output.FillRows(0, sequence.rows, 77);
+      sequence.AskWeights(sequence.weight_heads);
+    }
+    std::deque<std::pair<std::vector<AttendItem>, BatchPlan>> running;  // borrowed until Wait
+    std::deque<Ticket> tickets;
+    for (int64_t step = 0; step < 5; ++step) {
+      if (tickets.size() == 2) {
+        ASSERT_THAT(engine->Wait(tickets.front()), IsOk());
+        tickets.pop_front();
+        running.pop_front();
+      }
+      running.push_back({items(step), {}});
+      auto plan = BuildPlan(0, layer.spec(), type, running.back().first);
+      ASSERT_THAT(plan, IsOk());
+      running.back().second = *std::move(plan);
+      auto ticket = engine->Start(running.back().second, running.back().first);
+      ASSERT_THAT(ticket, IsOk());
+      tickets.push_back(*ticket);
+    }
+    for (Ticket ticket : tickets) ASSERT_THAT(engine->Wait(ticket), IsOk());
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      EXPECT_TRUE(SameBits(kF32, sequences[i].output.bytes, expected[i].output.bytes));
+      EXPECT_EQ(sequences[i].weights, expected[i].weights);
+    }
+  }
+}
+
+TEST_P(EngineMemoryTest, UnknownComputeTypesAreRefused) {
+  EngineOptions options;
+  options.device = GetParam().device;
+  options.isa = GetParam().isa;
+  for (const char* compute : {"fp8", "", "FP32"}) {
+    options.compute = compute;
+    EXPECT_THAT(MakeEngine(options), StatusIs(absl::StatusCode::kInvalidArgument)) << compute;
+  }
+  options.compute = "tf32";
+  if (!GetParam().cuda()) {  // TF32 is a type of tensor cores
+    EXPECT_THAT(MakeEngine(options), StatusIs(absl::StatusCode::kInvalidArgument));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Engines, EngineMemoryTest, testing::ValuesIn(EngineCases()),
                          EngineCaseName);
 
 TEST(MakeEngineTest, UnknownOptionsAreRefused) {
   EngineOptions options;
+  options.device = "cpu";
   options.isa = "sse";
   EXPECT_THAT(MakeEngine(options), StatusIs(absl::StatusCode::kInvalidArgument));
   options = {};
@@ -217,6 +300,32 @@ TEST(MakeEngineTest, UnknownOptionsAreRefused) {
   options = {};
   options.compute = "fp8";
   EXPECT_THAT(MakeEngine(options), StatusIs(absl::StatusCode::kInvalidArgument));
+}
+
+TEST(MakeEngineTest, CudaWithoutADeviceIsRefusedWithTheReasonAndAutoTakesTheCpu) {
+  const auto automatic = ChooseDevice("auto");
+  ASSERT_THAT(automatic, IsOk());
+  if (automatic->device == "cuda") GTEST_SKIP() << "there is a device: " << automatic->name;
+  EXPECT_EQ(automatic->device, "cpu");
+  EXPECT_FALSE(automatic->why.empty());
+  EngineOptions options;
+  options.device = "cuda";
+  const auto made = MakeEngine(options);
+  EXPECT_THAT(made, StatusIs(absl::StatusCode::kInvalidArgument));
+  EXPECT_THAT(std::string(made.status().message()), testing::HasSubstr(automatic->why));
+  options.device = "auto";
+  const auto cpu = MakeEngine(options);
+  ASSERT_THAT(cpu, IsOk());
+  EXPECT_EQ((*cpu)->info().engine, "cpu");
+  EXPECT_EQ((*cpu)->info().batches_in_flight, 1);
+}
+
+TEST(MakeEngineTest, TheCpuIsChosenWithoutLookingForADevice) {
+  const auto cpu = ChooseDevice("cpu");
+  ASSERT_THAT(cpu, IsOk());
+  EXPECT_EQ(cpu->device, "cpu");
+  EXPECT_EQ(cpu->why, "");
+  EXPECT_THAT(ChooseDevice("tpu"), StatusIs(absl::StatusCode::kInvalidArgument));
 }
 
 }  // namespace

@@ -153,6 +153,7 @@ TEST_P(GoldenTest, EveryVariantAgreesInFloat32) {
 TEST_P(GoldenTest, SixteenBitCheckpointsAgreeUnderDefaultFlags) {
   TryVariant("llama_bf16", {"auto", DType::kBF16, false});
   TryVariant("llama_f16", {"auto", kF32, false});
+  TryVariant("llama_f16", {"auto", DType::kF16, false});
 }
 
 INSTANTIATE_TEST_SUITE_P(Engines, GoldenTest, testing::ValuesIn(EngineCases()), EngineCaseName);

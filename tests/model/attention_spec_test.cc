@@ -93,6 +93,10 @@ TEST(AttentionSpecTest, GeometryAndPositionRuleFollowTheSpecification) {
   const KvGeometry geometry = GeometryOf(Good(), DType::kBF16);
   EXPECT_EQ(geometry, (KvGeometry{2, 12, 6, DType::kBF16}));
   EXPECT_EQ(geometry.TokenBytes(), 2 * (12 + 6) * 2);
+  // Rows of 24 and 12 bytes take 32 and 16 inside blocks.
+  EXPECT_EQ(geometry.BlockBytes(), 64 * 2 * (32 + 16));
+  EXPECT_EQ(geometry.BlockBytes(16), 16 * 2 * (32 + 16));
+  EXPECT_EQ((KvGeometry{1, 1, 1, DType::kF16}.BlockBytes(1)), 64);
   EXPECT_EQ(PositionRuleName(Good()), "rope");
   AttentionSpec raw = GoodRaw();
   EXPECT_EQ(PositionRuleName(raw), "none");

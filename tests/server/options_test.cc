@@ -80,6 +80,41 @@ TEST(OptionsTest, DefaultsAreThoseOfTheContract) {
   EXPECT_EQ(limits.stream_items_in_flight, 16);
 }
 
+TEST(OptionsTest, WhatWasNotGivenFollowsTheDevice) {
+  const DeviceChoice cuda{.device = "cuda",
+                          .name = "GPU",
+                          .why = "",
+                          .free_bytes = 70 * kGiB,
+                          .total_bytes = 80 * kGiB};
+  auto options = Parse({});
+  SetDeviceDefaults(cuda, *options);
+  EXPECT_EQ(options->limits.batch_tokens, 8192);
+  EXPECT_EQ(options->limits.kv_bytes, 20 * kGiB);
+  EXPECT_EQ(options->limits.queue_bytes, 8 * kGiB);  // the machine's
+
+  // Given values win, the CPU's defaults and zero too; so do variables.
+  options = Parse({"--batch_tokens=2048", "--kv_bytes=0"});
+  SetDeviceDefaults(cuda, *options);
+  EXPECT_EQ(options->limits.batch_tokens, 2048);
+  EXPECT_EQ(options->limits.kv_bytes, 0);
+  options = Parse({}, {{"ATTEND_BATCH_TOKENS", "64"}, {"ATTEND_KV_BYTES", "1GiB"}});
+  SetDeviceDefaults(cuda, *options);
+  EXPECT_EQ(options->limits.batch_tokens, 64);
+  EXPECT_EQ(options->limits.kv_bytes, kGiB);
+
+  options = Parse({});
+  SetDeviceDefaults({.device = "cpu", .name = "", .why = "no driver"}, *options);
+  EXPECT_EQ(options->limits.batch_tokens, 2048);
+  EXPECT_EQ(options->limits.kv_bytes, 16 * kGiB);
+}
+
+TEST(OptionsTest, HelpTellsTheDefaultsOfBothDevices) {
+  const std::string help = HelpText();
+  EXPECT_THAT(help, HasSubstr("default: 2048 (cuda: 8192); unit: tokens"));
+  EXPECT_THAT(help,
+              HasSubstr("1/4 of the machine's or container's memory (cuda: of the device's)"));
+}
+
 TEST(OptionsTest, ASmallMachineStillQueuesFourMessages) {
   const Machine small{.memory_bytes = kGiB, .cores = 1, .host_name = "h"};
   EXPECT_EQ(Parse({}, {}, small)->limits.queue_bytes, 4 * 83886080);
@@ -212,7 +247,7 @@ TEST(OptionsTest, GrpcsReceiveLimitOfTwoMessagesFitsAnInt) {
 TEST(OptionsTest, WrongChoicesNameTheRightOnes) {
   EXPECT_EQ(ErrorOf({"--device=tpu"}), "--device: got \"tpu\", wanted auto|cpu|cuda");
   EXPECT_THAT(ErrorOf({"--isa=sse"}), HasSubstr("auto|avx2|avx512"));
-  EXPECT_THAT(ErrorOf({"--compute=FP32"}), HasSubstr("auto|fp32|bf16"));
+  EXPECT_THAT(ErrorOf({"--compute=FP32"}), HasSubstr("auto|fp32|bf16|tf32"));
   EXPECT_THAT(ErrorOf({"--kv_dtype=i8"}), HasSubstr("auto|f32|bf16|f16"));
   EXPECT_THAT(ErrorOf({"--log_format=xml"}), HasSubstr("text|json"));
   EXPECT_THAT(ErrorOf({"--reflection=maybe"}), HasSubstr("true|false"));

@@ -17,7 +17,8 @@ from support.servers import ROOT
 HOME = ROOT / "build" / "container"
 BASE = "debian:bookworm-slim"
 RELEASE = "bookworm"
-STORAGE_LIMIT_MB = 4000  # above it, layers of earlier builds are thrown away; one build leaves 1000
+# Above it, layers of earlier builds are thrown away; one build leaves 1000, with CUDA 2500.
+STORAGE_LIMIT_MB = 6000
 BUILD_SECONDS = 1500
 # What the published slim image leaves out, so that ours has the size users get.
 NOT_IN_SLIM = ("doc", "info", "lintian", "linda", "locale", "man", "groff")
@@ -102,12 +103,14 @@ class Builder:
         finally:
             self.buildah("rm", name)
 
-    def build(self, tag, **arguments):
-        """Builds the Dockerfile from the working tree, as `docker build .` would. Returns what was printed."""
+    def build(self, tag, toolkit=None, **arguments):
+        """Builds the Dockerfile from the working tree, as `docker build .` would. Returns what was printed. `toolkit`
+        is a folder shown at /usr/local/cuda: with it the base is one that has the CUDA Toolkit."""
         self._make_base()
         words = ["bud", "--isolation", "chroot", "--network", "host", "--pull-never", "--format", "docker",
                  f"--volume={self._apt()}:/etc/apt:ro", "--tag", tag]
         words += ["--layers"] if self.layers else []
+        words += [f"--volume={toolkit}:/usr/local/cuda:ro"] if toolkit else []
         words += [f"--build-arg={name}={value}" for name, value in arguments.items()]
         return self.buildah(*words, ROOT, timeout=BUILD_SECONDS)
 

@@ -7,18 +7,33 @@
 namespace attend {
 
 std::vector<EngineCase> EngineCases() {
-  return {{"CpuAvx512", "cpu", "avx512"}, {"CpuAvx2", "cpu", "avx2"}};
+  return {{"CpuAvx512", "cpu", "avx512"}, {"CpuAvx2", "cpu", "avx2"}, {"Cuda", "cuda", "auto"}};
 }
 
 std::string WhyNotHere(const EngineCase& engine) {
   if (engine.isa == "avx512" && !__builtin_cpu_supports("avx512bw")) {
     return "the processor has no AVX-512";
   }
+  if (engine.cuda()) return std::string(ChooseDevice("cuda").status().message());
   return "";
 }
 
 bool HasBf16Products(const EngineCase& engine) {
-  return engine.isa == "avx512" && __builtin_cpu_supports("avx512bf16");
+  return engine.cuda() || (engine.isa == "avx512" && __builtin_cpu_supports("avx512bf16"));
+}
+
+DType ComputeDType(const EngineCase& engine, DType weight, const std::string& compute) {
+  if (compute == "fp32") return DType::kF32;
+  if (engine.cuda()) return weight;
+  if (weight != DType::kBF16) return DType::kF32;
+  return compute == "bf16" ? DType::kBF16 : DType::kUnspecified;
+}
+
+DType AttendDType(const EngineCase& engine, DType kv, DType layer_compute,
+                  const std::string& compute) {
+  if (!engine.cuda() || compute == "fp32") return DType::kF32;
+  const bool tensor_cores = layer_compute == DType::kUnspecified || layer_compute == kv;
+  return tensor_cores ? kv : DType::kF32;
 }
 
 std::unique_ptr<AttentionEngine> MakeTestEngine(const EngineCase& engine,
@@ -30,6 +45,7 @@ std::unique_ptr<AttentionEngine> MakeTestEngine(const EngineCase& engine,
   options.threads = threads;
   options.kv_bytes = kTestKvBytes / 2;
   options.scratch_bytes = kTestKvBytes / 2;
+  options.batch_tokens = kTestBatchTokens;
   auto made = MakeEngine(options);
   if (!made.ok()) {
     std::fprintf(stderr, "MakeEngine(%s): %s\n", engine.name.c_str(),
@@ -46,7 +62,9 @@ void EngineTest::SetUp() {
 }
 
 void EngineTest::Restart(const std::string& compute, int threads) {
+  engine.reset();  // a device holds one at a time
   engine = MakeTestEngine(GetParam(), compute, threads);
+  compute_ = compute;
   space = std::make_unique<BlockSpace>(*engine, 0, kTestKvBytes, random());
 }
 
@@ -88,8 +106,20 @@ void EngineTest::RunAndCompare(std::vector<TestSequence>& sequences, int layer,
                                const LayerWeights& weights, DType compute) {
   Run(sequences, layer);
   for (const TestSequence& sequence : sequences) {
-    Compare(sequence, sequence.Expected(weights, compute));
+    Compare(sequence, Expected(sequence, weights, compute));
   }
+}
+
+ReferenceResult EngineTest::Expected(const TestSequence& sequence, const LayerWeights& weights,
+                                     DType compute) const {
+  ReferenceNumerics numerics;
+  numerics.kv_dtype = sequence.kv_dtype;
+  numerics.compute_dtype = compute;
+  numerics.attend_dtype =
+      AttendDType(GetParam(), sequence.kv_dtype,
+                  sequence.spec->raw() ? DType::kUnspecified : compute, compute_);
+  numerics.tf32 = compute_ == "tf32";
+  return ReferenceAttention(*sequence.spec, weights, numerics, sequence.Reference());
 }
 
 }  // namespace attend

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
+#include <utility>
 
 namespace attend {
 namespace {
@@ -12,6 +14,21 @@ constexpr double kUnit = 0x1p-24;        // unit roundoff of float32
 constexpr double kDeviations = 6;        // standard deviations a sum of roundings may be away
 constexpr double kFunction = 8 * kUnit;  // relative error allowed to exp, tanh, 1/sqrt, sin, cos
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// A rounding error spread evenly over +-1, at kDeviations.
+const double kEvenRounding = kDeviations / std::sqrt(3.0);
+
+// Unit roundoff and smallest subnormal of a 16-bit type; nothing for F32, whose roundings are part
+// of every step's bound.
+struct Rounding {
+  explicit Rounding(DType dtype)
+      : unit(dtype == DType::kBF16  ? 0x1p-8
+             : dtype == DType::kF16 ? 0x1p-11
+                                    : 0),
+        subnormal(dtype == DType::kF16 ? 0x1p-24 : 0) {}
+  double unit;
+  double subnormal;  // BF16's are as small as float32's
+};
 
 double SumError(int64_t terms) { return kDeviations * std::sqrt(double(terms)) * kUnit; }
 
@@ -41,22 +58,51 @@ BoundedRows Load(const InputRows& input, int64_t rows, int64_t columns) {
   return loaded;
 }
 
-// Rounds to `dtype`; the bound becomes the largest distance between two roundings of values within
-// it.
-void Round(DType dtype, BoundedRows& x) {
-  if (dtype == DType::kF32) return;  // its roundings are part of every step's bound
+// What the rounding of a value with error `error` adds to later sums, at kDeviations. An error
+// below a step makes the engine's value a step away or not at all: the variance is that of a step
+// taken with the probability that the error reaches the boundary, `distance` away. A larger one
+// stays and gets the difference of two even roundings, step^2 / 6.
+double CarriedError(double error, double step, double distance) {
+  if (error >= step) return std::hypot(error, kDeviations * step / std::sqrt(6.0));
+  const double probability = std::erfc(kDeviations * distance / (error * std::sqrt(2.0)));
+  return step * std::max(1.0, kDeviations * std::sqrt(probability));
+}
+
+// Rounds to `dtype`. `x` becomes the rounded values, its bound how far another correct rounding may
+// be (twice: all of it, and the comparer's own); returned is what later sums compute with.
+BoundedRows Round(DType dtype, BoundedRows& x) {
+  if (dtype == DType::kF32) return x;  // its roundings are part of every step's bound
+  const Rounding rounding(dtype);
+  BoundedRows carried = x;
   for (size_t i = 0; i < x.value.size(); ++i) {
-    const double rounded = RoundTo(dtype, x.value[i]);
-    const double below = RoundTo(dtype, x.value[i] - x.error[i]);
-    const double above = RoundTo(dtype, x.value[i] + x.error[i]);
-    // Twice: a step is the whole of what one element can be off by, not a standard deviation.
-    x.error[i] = std::isfinite(rounded) ? 2 * std::max(rounded - below, above - rounded) : 0;
-    x.value[i] = rounded;
+    const double value = x.value[i], error = x.error[i];
+    const double rounded = RoundTo(dtype, value);
+    const double reach =
+        std::max(rounded - RoundTo(dtype, value - error), RoundTo(dtype, value + error) - rounded);
+    x.value[i] = carried.value[i] = rounded;
+    x.error[i] = carried.error[i] = 0;
+    if (!std::isfinite(rounded) || !(reach > 0)) continue;
+    const double spacing =
+        rounded == 0 ? reach : std::ldexp(2 * rounding.unit, std::ilogb(rounded));
+    const double step = std::max(spacing, rounding.subnormal);
+    const double distance = std::max(0.0, step / 2 - std::fabs(value - rounded));
+    x.error[i] = 2 * reach;
+    carried.error[i] = CarriedError(error, step, distance);
   }
+  return carried;
+}
+
+// What operands cut or rounded to TF32 add to a sum of products, whichever the engine does. With
+// t = 2^-11, a rounded operand is off by +-t evenly; one that is cut by 0 to -2t, evenly around -t.
+double Tf32Error(const Sum& sum) {
+  constexpr double kUnitTf32 = 0x1p-11;
+  return kUnitTf32 *
+         (2 * std::fabs(sum.value) + kEvenRounding * std::sqrt(2.0) * std::sqrt(sum.squares));
 }
 
 // y = x W^T + b.
-BoundedRows Project(const BoundedRows& x, const WeightView& matrix, const WeightView& bias) {
+BoundedRows Project(const ReferenceNumerics& numerics, const BoundedRows& x,
+                    const WeightView& matrix, const WeightView& bias) {
   BoundedRows y(x.rows, matrix.rows);
   std::vector<double> w(static_cast<size_t>(matrix.rows * matrix.columns));
   for (int64_t o = 0; o < matrix.rows; ++o) {
@@ -71,6 +117,9 @@ BoundedRows Project(const BoundedRows& x, const WeightView& matrix, const Weight
       }
       y.value[r * y.columns + o] = sum.value;
       y.error[r * y.columns + o] = sum.Error();
+      if (numerics.tf32 && numerics.compute_dtype == DType::kF32) {
+        y.error[r * y.columns + o] += Tf32Error(sum);
+      }
     }
   }
   return y;
@@ -218,13 +267,35 @@ class RowOfScores {
   std::vector<double> score_, error_;
 };
 
-BoundedRows Attend(const AttentionSpec& spec, const ReferenceSequence& sequence,
-                   const BoundedRows& q, ReferenceResult& result) {
+// Head `kv_head`'s element `d` of the weighted sum of values, and how far off it may be when every
+// weight is rounded. Weights are at most 1 before the engine divides by their sum, so the smallest
+// subnormal counts relative to the largest weight.
+std::pair<double, double> WeightedSum(const RowOfScores& scores, const Rounding& rounding,
+                                      const BoundedRows& v, int64_t column) {
+  double largest = 0;
+  for (double p : scores.p()) largest = std::max(largest, p);
+  Sum sum;
+  double squares = 0, most = 0;  // of the roundings
+  for (size_t i = 0; i < scores.keys().size(); ++i) {
+    const int64_t from = scores.keys()[i] * v.columns + column;
+    const double p = scores.p()[i];
+    sum.Add(p, p * scores.relative_error()[i], v.value[from], v.error[from]);
+    const double step = std::max(p * rounding.unit, largest * rounding.subnormal / 2);
+    const double rounded = step * std::fabs(v.value[from]);
+    squares += rounded * rounded;
+    most += rounded;
+  }
+  return {sum.value, sum.Error() + std::min(most, kEvenRounding * std::sqrt(squares))};
+}
+
+BoundedRows Attend(const AttentionSpec& spec, const ReferenceNumerics& numerics,
+                   const ReferenceSequence& sequence, const BoundedRows& q, const BoundedRows& k,
+                   const BoundedRows& v, BoundedRows& weights) {
+  const Rounding rounding(numerics.attend_dtype);
   const int64_t v_dim = spec.v_head_dim;
-  const BoundedRows& v = result.values;
   BoundedRows heads(sequence.rows, spec.q_heads * v_dim);
   if (sequence.weights) {
-    result.weights = BoundedRows(spec.q_heads * sequence.rows, sequence.keys);
+    weights = BoundedRows(spec.q_heads * sequence.rows, sequence.keys);
   }
   for (int64_t head = 0; head < spec.q_heads; ++head) {
     const int64_t kv_head = head / spec.group_size();
@@ -232,24 +303,19 @@ BoundedRows Attend(const AttentionSpec& spec, const ReferenceSequence& sequence,
       RowOfScores scores(spec, sequence, head, row);
       for (int64_t key = 0; key < sequence.keys; ++key) {
         if (!ReferenceVisible(spec, sequence.causal, sequence.first_row + row, key)) continue;
-        scores.AddKey(q, result.keys, key);
+        scores.AddKey(q, k, key);
       }
       scores.Softmax();
       for (int64_t d = 0; d < v_dim; ++d) {
-        Sum sum;
-        for (size_t i = 0; i < scores.keys().size(); ++i) {
-          const int64_t from = scores.keys()[i] * v.columns + kv_head * v_dim + d;
-          const double p = scores.p()[i];
-          sum.Add(p, p * scores.relative_error()[i], v.value[from], v.error[from]);
-        }
-        heads.value[row * heads.columns + head * v_dim + d] = sum.value;
-        heads.error[row * heads.columns + head * v_dim + d] = sum.Error();
+        const int64_t to = row * heads.columns + head * v_dim + d;
+        std::tie(heads.value[to], heads.error[to]) =
+            WeightedSum(scores, rounding, v, kv_head * v_dim + d);
       }
       if (!sequence.weights) continue;
       for (size_t i = 0; i < scores.keys().size(); ++i) {
         const int64_t cell = (head * sequence.rows + row) * sequence.keys + scores.keys()[i];
-        result.weights.value[cell] = scores.p()[i];
-        result.weights.error[cell] = std::min(scores.p()[i] * scores.relative_error()[i], 1.0);
+        weights.value[cell] = scores.p()[i];
+        weights.error[cell] = std::min(scores.p()[i] * scores.relative_error()[i], 1.0);
       }
     }
   }
@@ -278,31 +344,33 @@ ReferenceResult ReferenceAttention(const AttentionSpec& spec, const LayerWeights
                                    const ReferenceSequence& sequence) {
   ReferenceResult result;
   if (spec.raw()) {
-    const BoundedRows q = Load(sequence.query, sequence.rows, spec.q_heads * spec.head_dim);
+    BoundedRows q = Load(sequence.query, sequence.rows, spec.q_heads * spec.head_dim);
     result.keys = Load(sequence.key_source, sequence.keys, spec.kv_heads * spec.head_dim);
     result.values = Load(sequence.value_source, sequence.keys, spec.kv_heads * spec.v_head_dim);
-    Round(numerics.kv_dtype, result.keys);
-    Round(numerics.kv_dtype, result.values);
-    result.output = Attend(spec, sequence, q, result);
+    const BoundedRows k = Round(numerics.kv_dtype, result.keys);
+    const BoundedRows v = Round(numerics.kv_dtype, result.values);
+    q = Round(numerics.attend_dtype, q);
+    result.output = Attend(spec, numerics, sequence, q, k, v, result.weights);
     return result;
   }
   BoundedRows x = Load(sequence.query, sequence.rows, spec.d_model);
   BoundedRows source = Load(sequence.key_source, sequence.keys, spec.context_width);
   Round(numerics.compute_dtype, x);
   Round(numerics.compute_dtype, source);
-  BoundedRows q = Project(x, weights.q, weights.q_bias);
-  result.keys = Project(source, weights.k, weights.k_bias);
-  result.values = Project(source, weights.v, weights.v_bias);
+  BoundedRows q = Project(numerics, x, weights.q, weights.q_bias);
+  result.keys = Project(numerics, source, weights.k, weights.k_bias);
+  result.values = Project(numerics, source, weights.v, weights.v_bias);
   for (BoundedRows* rows : {&q, &result.keys, &result.values}) Clip(spec.clip_qkv, *rows);
   NormHeads(spec, weights.q_norm, q);
   NormHeads(spec, weights.k_norm, result.keys);
   Rotate(spec.rope, spec.head_dim, sequence.first_row, q);
   Rotate(spec.rope, spec.head_dim, 0, result.keys);
-  Round(numerics.kv_dtype, result.keys);
-  Round(numerics.kv_dtype, result.values);
-  BoundedRows heads = Attend(spec, sequence, q, result);
-  Round(numerics.compute_dtype, heads);
-  result.output = Project(heads, weights.o, weights.o_bias);
+  const BoundedRows k = Round(numerics.kv_dtype, result.keys);
+  const BoundedRows v = Round(numerics.kv_dtype, result.values);
+  q = Round(numerics.attend_dtype, q);
+  BoundedRows heads = Attend(spec, numerics, sequence, q, k, v, result.weights);
+  heads = Round(numerics.compute_dtype, heads);
+  result.output = Project(numerics, heads, weights.o, weights.o_bias);
   return result;
 }
 

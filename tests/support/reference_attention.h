@@ -13,6 +13,12 @@
 //   terms were off by. A rounding to a 16-bit type is done here too, on the same operand; the
 //   engine's differs only where the operand's own error can carry it over a rounding boundary, and
 //   by that step.
+//   Weights of values that an engine rounds to a 16-bit type of unit roundoff w (2^-8 for BF16,
+//   2^-11 for F16) are rounded relative to a running maximum that only the engine knows. So the
+//   rounding itself is an error here: spread evenly over +-w, standard deviation w / sqrt(3), and
+//   independent from key to key; and never more than w of every term together.
+//   Tensor cores cut bits off instead of rounding, about once per 16 terms: n / 8 units of u, all
+//   of one sign at worst, which stays below 6 sqrt(n) for n <= 2304 terms.
 #pragma once
 
 #include <cstdint>
@@ -51,15 +57,18 @@ struct ReferenceSequence {
   bool weights = false;  // ReferenceResult.weights is wanted
 };
 
+// In which types an engine keeps and multiplies. F32 = float32 throughout.
 struct ReferenceNumerics {
   DType kv_dtype = DType::kF32;
-  DType compute_dtype = DType::kF32;  // BF16: both operands of every projection are BF16
+  DType compute_dtype = DType::kF32;  // of both operands of every projection
+  DType attend_dtype = DType::kF32;   // of queries and of the weights of values
+  bool tf32 = false;                  // F32 projections keep 10 bits of their operands' mantissas
 };
 
 struct ReferenceResult {
   BoundedRows keys;     // [keys, kv_heads * head_dim], as stored
   BoundedRows values;   // [keys, kv_heads * v_head_dim], as stored
-  BoundedRows weights;  // [q_heads * rows, keys], empty when not wanted
+  BoundedRows weights;  // [q_heads * rows, keys], not rounded; empty when not wanted
   BoundedRows output;   // [rows, output_width]
 };
 

@@ -98,16 +98,16 @@ class Server(Process):
     """attend-server on loopback; ready to answer when constructed unless wait=False.
 
     `flags` win over small defaults: free ports, 64 MiB of cache, two threads. `ports` (gRPC, HTTP) are for one
-    that comes back at its address.
+    that comes back at its address, `folder` for another build's, `env` for what is no flag.
     """
 
-    def __init__(self, directory, *flags, replica="replica-0", ports=(0, 0), wait=True):
+    def __init__(self, directory, *flags, replica="replica-0", ports=(0, 0), wait=True, folder=BIN, env=None):
         self.replica = replica
         log = pathlib.Path(directory) / f"server-{replica}-{time.monotonic_ns()}.log"
-        super().__init__([BIN / "attend-server", f"--listen=127.0.0.1:{ports[0]}",
+        super().__init__([folder / "attend-server", f"--listen=127.0.0.1:{ports[0]}",
                           f"--metrics_listen=127.0.0.1:{ports[1]}",
                           f"--replica_id={replica}", *flags], log,
-                         env={"ATTEND_KV_BYTES": "64MiB", "ATTEND_THREADS": "2"})
+                         env={"ATTEND_KV_BYTES": "64MiB", "ATTEND_THREADS": "2", **(env or {})})
         try:
             opened = self.wait_for_log(r" listening grpc=(\S+) .*http=(\S+)")
             self.address, self.http = opened[1].split(",")[0], opened[2]

@@ -13,9 +13,10 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The smallest region WriteKv can reach: one block of one head of one F16 key and value element.
-constexpr KvGeometry kFillGeometry{1, 1, 1, DType::kF16};
-constexpr int64_t kFillBytes = 256;
+// A block without padding, every byte of which WriteKv reaches. A token is as wide as a thread
+// block of the CUDA engine's copy: the emulated device pays for every thread.
+constexpr KvGeometry kFillGeometry{8, 32, 32, DType::kF32};
+constexpr int64_t kFillBytes = 131072;
 
 }  // namespace
 
@@ -105,7 +106,7 @@ BlockSpace::BlockSpace(AttentionEngine& engine, int64_t base, int64_t bytes, uin
 
 std::vector<int64_t> BlockSpace::Take(const KvGeometry& geometry, int64_t keys,
                                       int32_t block_tokens) {
-  const int64_t block_bytes = (geometry.TokenBytes() * block_tokens + 63) / 64 * 64;
+  const int64_t block_bytes = geometry.BlockBytes(block_tokens);
   CHECK(block_tokens == kBlockTokens || keys <= block_tokens);
   std::vector<int64_t> blocks;
   for (int64_t key = 0; key < keys; key += block_tokens) {
@@ -190,11 +191,6 @@ ReferenceSequence TestSequence::Reference() const {
                       bias_columns, bias_first_key};
   }
   return reference;
-}
-
-ReferenceResult TestSequence::Expected(const LayerWeights& layer_weights,
-                                       DType compute_dtype) const {
-  return ReferenceAttention(*spec, layer_weights, {kv_dtype, compute_dtype}, Reference());
 }
 
 TestSequence RandomSequence(Random& random, const AttentionSpec& spec, DType kv_dtype,

@@ -69,7 +69,7 @@ RopeSpec PlainRope(RopePairing pairing, int dim);
 // (all bits set, a NaN in every dtype) when it is handed out.
 class BlockSpace {
  public:
-  // Uses the addresses [base, base + bytes); base is a multiple of 256.
+  // Uses the addresses [base, base + bytes), both multiples of 2048.
   BlockSpace(AttentionEngine& engine, int64_t base, int64_t bytes, uint64_t seed);
 
   // Blocks for `keys` keys. Below kBlockTokens, `block_tokens` makes one short block.
@@ -119,7 +119,6 @@ struct TestSequence {
   void AddBias(Random& random, int64_t heads, int64_t first_key, int64_t columns,
                double masked_share);
   ReferenceSequence Reference() const;
-  ReferenceResult Expected(const LayerWeights& layer_weights, DType compute_dtype) const;
 };
 
 // `rows` and `keys` differ only in raw and cross sequences; rows end at the last key (bottom-right
