@@ -120,8 +120,8 @@ class AttentionEngine {
   virtual int64_t progress_ns() const = 0;
 };
 
-// Looks for a device without taking it. "auto" never fails; "cuda" without one is INVALID_ARGUMENT
-// with the reason.
+// Looks for a device and says what it finds. "auto" never fails; "cuda" without one is
+// INVALID_ARGUMENT with the reason.
 absl::StatusOr<DeviceChoice> ChooseDevice(const std::string& device);
 
 // Makes the engine the options ask for. INVALID_ARGUMENT names the option and what this build and

@@ -94,6 +94,7 @@ absl::Status CheckLayer(const BatchPlan& plan, const AttentionSpec* layer) {
 
 int64_t WorkspaceBytes(const AttentionSpec& spec, const AttendItem& item) {
   constexpr int64_t kItemBytes = 4096;
+  constexpr int64_t kTileBytes = 96;
   constexpr int64_t kSplitKeys = 512;  // these two as in engine/cuda/kernels.h
   constexpr int64_t kSplitRows = 16;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
@@ -104,8 +105,10 @@ int64_t WorkspaceBytes(const AttentionSpec& spec, const AttendItem& item) {
   int64_t row = spec.raw() ? 4 * q_heads * spec.head_dim : 8 * int64_t{spec.d_model};
   row += 4 * q_heads * (spec.head_dim + ceil_div(spec.head_dim, 8) * 8);
   row += 4 * q_heads * spec.v_head_dim + 8 * output_width + 8 * q_heads;
-  if (item.rows * spec.group_size() <= kSplitRows) {
-    row += ceil_div(item.keys(), kSplitKeys) * q_heads * (4 * spec.v_head_dim + 8);
+  int64_t splits = 1;
+  if (item.call_rows() * spec.group_size() <= kSplitRows) {
+    splits = std::max<int64_t>(1, ceil_div(item.keys(), kSplitKeys));
+    row += splits * q_heads * (4 * spec.v_head_dim + 8);
   }
   if (item.bias.data != nullptr) {
     row += 4 * (item.bias.head_stride != 0 ? q_heads : 1) * item.bias.columns;
@@ -113,6 +116,8 @@ int64_t WorkspaceBytes(const AttentionSpec& spec, const AttendItem& item) {
   const int64_t new_key =
       (spec.raw() ? 4 * kv_width : 8 * int64_t{spec.context_width}) + 4 * kv_width;
   int64_t bytes = item.rows * row + item.new_keys * new_key;
+  bytes +=
+      kTileBytes * spec.kv_heads * splits * ceil_div(item.rows * spec.group_size(), kSplitRows);
   if (item.weights.data != nullptr) {
     bytes +=
         4 * item.weights.head_count * (item.weights.row_end - item.weights.row_begin) * item.keys();

@@ -32,7 +32,7 @@ struct BiasView {
 };
 
 // Where to put attention weights of one item: data[h][r][key] for the asked heads and rows. The
-// caller has zeroed it; the engine writes visible keys only.
+// caller has zeroed it; the engine writes visible keys, and may write 0 to others.
 struct WeightsView {
   float* data = nullptr;           // row `row_begin` of the first asked head; null = not asked
   const int32_t* heads = nullptr;  // [head_count] query heads in ascending or any order
@@ -49,7 +49,10 @@ struct AttendItem {
   int32_t group = 0;  // the request it belongs to; requests succeed or fail as a whole
 
   int64_t rows = 0;  // query rows
-  InputRows query;   // [rows, d_model] hidden states; raw: [rows, q_heads, head_dim]
+  // Rows of the whole sequence that this item is a chunk of; 0 = it is no chunk. How an engine
+  // computes a row may depend on it, but never on where a chunk ends.
+  int64_t sequence_rows = 0;
+  InputRows query;  // [rows, d_model] hidden states; raw: [rows, q_heads, head_dim]
   int64_t first_row =
       0;  // absolute position of row 0: causal row i sees keys 0 .. first_row + i; may be negative
 
@@ -74,6 +77,7 @@ struct AttendItem {
   DType output_dtype = DType::kF32;
 
   int64_t keys() const { return cached_keys + new_keys; }
+  int64_t call_rows() const { return sequence_rows > 0 ? sequence_rows : rows; }
   // The projection of its query rows and of its new keys reads the same tensor rows.
   bool shares_rows() const { return rows > 0 && rows == new_keys && query.data == key_source.data; }
 };
@@ -138,12 +142,14 @@ inline KeyRange VisibleKeys(const AttentionSpec& spec, bool causal, int64_t posi
 //   a query row: 8 d_model (as given, in the product's type)     raw: 4 q_heads head_dim (as given)
 //     + 4 q_heads (head_dim + pad8(head_dim))                     (projected; for attention)
 //     + 4 q_heads v_head_dim + 8 W + 8 q_heads                    (attended; output; statistics)
-//     + ceil(keys / 512) q_heads (4 v_head_dim + 8)               (splits; rows * group_size <= 16)
+//     + ceil(keys / 512) q_heads (4 v_head_dim + 8)               (splits; call_rows() * group_size
+//     <= 16)
 //     + 4 (1 | q_heads) bias columns + 4 heads keys               (bias; weights, asked rows only)
 //   a new key: 8 context_width     raw: 4 kv_heads (head_dim + v_head_dim)
 //     + 4 kv_heads (head_dim + v_head_dim)                        (projected)
 //   a block: 8 (its address);  the item: 4096 (alignment).
-// What depends on the batch alone (its shape, tile lists) is the engine's own.
+//   a tile of 16 packed rows and a key head: 96, per split                 (tile lists)
+// What depends on the batch alone (its shape, padding rows) is the engine's own.
 int64_t WorkspaceBytes(const AttentionSpec& spec, const AttendItem& item);
 
 // Multiply-adds x 2 of an item, for predicting time: projections and visible scores.

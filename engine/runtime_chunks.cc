@@ -102,6 +102,7 @@ AttendItem AttentionRuntime::NextItem(const AttendJob& job, size_t index,
   const SequenceJob& sequence = job.sequences[index];
   const AttentionSpec& spec = *resolved.spec;
   AttendItem item;
+  item.sequence_rows = sequence.rows;
   item.rows = sequence.rows - sequence.rows_done;
   item.new_keys = sequence.keys - sequence.keys_done;
   item.cached_keys = sequence.cached_before + sequence.keys_done;

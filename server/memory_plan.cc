@@ -14,7 +14,7 @@ namespace {
 // captured graphs. The pinned buffers mirror parts of the slabs.
 constexpr int64_t kBatchesInFlight = 2;
 constexpr int64_t kSlabExtra = int64_t{16} << 20;
-constexpr int64_t kBesideSlabs = int64_t{64} << 20;
+constexpr int64_t kBesideSlabs = int64_t{256} << 20;
 constexpr int64_t kPinnedBesideSlabs = int64_t{16} << 20;
 
 // Bytes of one row of everything a batch computes: input, q, k, v, attention output, output.

@@ -2,7 +2,7 @@
 //
 // Attention weights that somebody asked for: after the attention of the same rows, from the row
 // statistics it left. Scores are made again by the float units and go to memory as weights at once:
-// a block has 8 rows of one head and never more than two tiles of keys. Called by cuda_engine.
+// a block has 8 rows of one head and never more than two tiles of keys. Called by batch_stages.
 #include "engine/cuda/device.h"
 #include "engine/cuda/elements.h"
 #include "engine/cuda/float_tile.h"

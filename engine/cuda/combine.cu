@@ -2,7 +2,7 @@
 //
 // Rows whose keys were split over several blocks: their splits become one softmax. Splits are added
 // in ascending order whatever the batch looks like, so that a row's bits don't depend on it. Called
-// by cuda_engine after the attention that wrote the splits.
+// by batch_stages after the attention that wrote the splits.
 #include "engine/cuda/device.h"
 #include "engine/cuda/elements.h"
 #include "engine/cuda/kernels.h"

@@ -176,8 +176,9 @@ absl::Status CudaEngine::Open() {
   info_.device = properties.name;
   info_.isa = "sm_" + std::to_string(properties.major) + std::to_string(properties.minor);
   const bool named = options_.compute == "fp32" || options_.compute == "tf32";
-  info_.numerics_id = "cuda-" + info_.isa + "-cublaslt" + std::to_string(cublasLtGetVersion()) +
-                      "-" + kKernelVersion + (named ? "-" + options_.compute : "");
+  info_.numerics_id = "cuda-" + info_.isa + "x" + std::to_string(processors_) + "-cublaslt" +
+                      std::to_string(cublasLtGetVersion()) + "-" + kKernelVersion +
+                      (named ? "-" + options_.compute : "");
   info_.threads = options_.threads;
   info_.batches_in_flight = kSlots;
 
@@ -310,7 +311,10 @@ absl::StatusOr<Ticket> CudaEngine::Start(const BatchPlan& plan, std::span<const 
 absl::Status CudaEngine::Queue(Slot& slot) {
   const DeviceBatch& batch = *slot.batch;
   const bool step = batch.is_step() && batch.counts().items <= kMaxStepRows;
-  slot.layout = batch.Place(step ? batch.RoundedCounts() : batch.counts());
+  // A step whose rounded layout does not fit runs like any other batch: growing costs more.
+  if (step) slot.layout = batch.Place(batch.RoundedCounts());
+  const bool replay = step && slot.layout.bytes <= static_cast<int64_t>(slot.slab.bytes());
+  if (!replay) slot.layout = batch.Place(batch.counts());
   const BatchLayout& layout = slot.layout;
   RETURN_IF_ERROR(Reserve(slot, layout.bytes, layout.upload_bytes, layout.bytes - layout.results));
   batch.Fill(layout, slot.upload.data(), slot.slab.data());
@@ -319,8 +323,8 @@ absl::Status CudaEngine::Queue(Slot& slot) {
                                        cudaMemcpyHostToDevice, upload_.get()));
   CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.uploaded.get(), upload_.get()));
   CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(compute_.get(), slot.uploaded.get(), 0));
-  RETURN_IF_ERROR(step ? QueueStep(slot, static_cast<int>(&slot - slots_.data()))
-                       : StagesOf(slot).Queue(0));
+  RETURN_IF_ERROR(replay ? QueueStep(slot, static_cast<int>(&slot - slots_.data()))
+                         : StagesOf(slot).Queue(0));
   CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.computed.get(), compute_.get()));
   CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(download_.get(), slot.computed.get(), 0));
   if (batch.counts().result_bytes > 0) {
@@ -344,15 +348,20 @@ absl::Status CudaEngine::QueueStep(Slot& slot, int slot_index) {
   const GraphKey key{plan.layer, slot_index, plan.kv_dtype, slot.layout.counts};
   auto found = graphs_.find(key);
   if (found == graphs_.end()) {
+    // The first of its kind runs directly: kernels are loaded by their first launch, which a
+    // capture may not be, and a layout that never comes again is not worth a graph.
     if (graphs_.size() >= kMaxGraphs) graphs_.clear();
+    graphs_.emplace(key, GraphExec());
+    return StagesOf(slot).Queue(0);
+  }
+  if (found->second.get() == nullptr) {
     CUDA_RETURN_IF_ERROR(cudaStreamBeginCapture(compute_.get(), cudaStreamCaptureModeThreadLocal));
     const absl::Status queued = StagesOf(slot).Queue(cudaEventRecordExternal);
     Graph graph;
-    CUDA_RETURN_IF_ERROR(cudaStreamEndCapture(compute_.get(), graph.out()));
-    RETURN_IF_ERROR(queued);
-    GraphExec executable;
-    CUDA_RETURN_IF_ERROR(cudaGraphInstantiate(executable.out(), graph.get(), 0));
-    found = graphs_.emplace(key, std::move(executable)).first;
+    const cudaError_t ended = cudaStreamEndCapture(compute_.get(), graph.out());
+    RETURN_IF_ERROR(queued);  // the cause, where both failed
+    CUDA_RETURN_IF_ERROR(ended);
+    CUDA_RETURN_IF_ERROR(cudaGraphInstantiate(found->second.out(), graph.get(), 0));
   }
   return CudaStatus(cudaGraphLaunch(found->second.get(), compute_.get()), "cudaGraphLaunch");
 }
@@ -385,8 +394,11 @@ absl::StatusOr<StageTimes> CudaEngine::Collect(Slot& slot) {
   slot.batch->Collect(slot.download.data());
   std::array<float, 3> milliseconds{};
   for (size_t i = 0; i < milliseconds.size(); ++i) {
-    CUDA_RETURN_IF_ERROR(
-        cudaEventElapsedTime(&milliseconds[i], slot.stage[i].get(), slot.stage[i + 1].get()));
+    // Times are for the metrics: without them the answer is as good.
+    if (cudaEventElapsedTime(&milliseconds[i], slot.stage[i].get(), slot.stage[i + 1].get()) !=
+        cudaSuccess) {
+      milliseconds[i] = 0;
+    }
   }
   const auto micros = [](float ms) { return static_cast<int64_t>(1000 * ms); };
   return StageTimes{micros(milliseconds[0]), micros(milliseconds[1]), micros(milliseconds[2])};

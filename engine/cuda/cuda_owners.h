@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "engine/util/status_macros.h"
 
 namespace attend {
 

@@ -5,6 +5,8 @@
 #include <bit>
 #include <cstring>
 
+#include "engine/cuda/padding.h"
+
 namespace attend {
 namespace {
 
@@ -14,8 +16,6 @@ constexpr int64_t kTaskElements = 16384;
 
 int64_t AlignUp(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int64_t Padded8(int64_t width) { return (width + 7) / 8 * 8; }
 
 KeyRange UnionOfVisible(const AttentionSpec& spec, const AttendItem& item, int64_t first_row,
                         int64_t last_row) {
@@ -104,9 +104,9 @@ void DeviceBatch::AddItem(int place) {
     const int64_t q = int64_t{spec.q_heads} * spec.head_dim;
     const int64_t k = int64_t{spec.kv_heads} * spec.head_dim;
     const int64_t v = int64_t{spec.kv_heads} * spec.v_head_dim;
-    AddGiven(item.query, item.rows, q, Padded8(q), Given::To::kQ, plan.row_begin[place]);
-    AddGiven(item.key_source, item.new_keys, k, Padded8(k), Given::To::kK, key_begin);
-    AddGiven(item.value_source, item.new_keys, v, Padded8(v), Given::To::kV, key_begin);
+    AddGiven(item.query, item.rows, q, PaddedWidth(q), Given::To::kQ, plan.row_begin[place]);
+    AddGiven(item.key_source, item.new_keys, k, PaddedWidth(k), Given::To::kK, key_begin);
+    AddGiven(item.value_source, item.new_keys, v, PaddedWidth(v), Given::To::kV, key_begin);
   } else {
     AddGiven(item.query, item.rows, spec.d_model, work_.x_width, Given::To::kX,
              plan.row_begin[place]);
@@ -131,7 +131,7 @@ void DeviceBatch::AddTiles(int place) {
   const int64_t group = spec.group_size();
   const int64_t packed = item.rows * group;
   if (packed == 0) return;
-  const bool few = packed <= kDecodeRows;
+  const bool few = item.call_rows() * group <= kDecodeRows;
   const int64_t height = few ? kDecodeRows : RowsHeight(work_);
   std::vector<AttentionTile>& tiles = few && work_.tensor() ? decode_tiles_ : prefill_tiles_;
   for (int64_t row = 0; row < packed; row += height) {
@@ -140,6 +140,7 @@ void DeviceBatch::AddTiles(int place) {
     tile.row_begin = row;
     tile.rows = static_cast<int32_t>(std::min(height, packed - row));
     tile.partial = -1;
+    tile.few = few ? 1 : 0;
     const KeyRange keys = UnionOfVisible(spec, item, row / group, (row + tile.rows - 1) / group);
     tile.key_begin = keys.begin / kBlockTokens * kBlockTokens;
     tile.key_end = keys.end;
@@ -217,15 +218,17 @@ BatchLayout DeviceBatch::Place(const BatchCounts& room) const {
   layout.upload_bytes = end;
 
   // Products of part of the rows may run over into the next rows, so there is one more tile.
-  const auto product_rows = [](int64_t rows) { return rows == 0 ? 0 : (rows + 63) / 64 * 64 + 64; };
+  const auto product_rows = [](int64_t rows) {
+    return rows == 0 ? 0 : PaddedRows(rows) + kProductRows;
+  };
   const int64_t compute_bytes = DTypeBytes(work_.compute);
   const int64_t kv_bytes = DTypeBytes(work_.plan->kv_dtype);
   const KvBlockShape shape{spec.kv_heads, spec.head_dim, spec.v_head_dim,
                            static_cast<int32_t>(kv_bytes)};
   if (work_.raw()) {
     take(layout.projected, room.query_rows, work_.projected_width * 4);
-    take(layout.raw_k, room.key_rows, Padded8(int64_t{spec.kv_heads} * spec.head_dim) * 4);
-    take(layout.raw_v, room.key_rows, Padded8(int64_t{spec.kv_heads} * spec.v_head_dim) * 4);
+    take(layout.raw_k, room.key_rows, PaddedWidth(int64_t{spec.kv_heads} * spec.head_dim) * 4);
+    take(layout.raw_v, room.key_rows, PaddedWidth(int64_t{spec.kv_heads} * spec.v_head_dim) * 4);
   } else {
     take(layout.x, product_rows(room.x_rows), work_.x_width * compute_bytes);
     take(layout.context, work_.context_width > 0 ? product_rows(room.key_rows) : 0,

@@ -2,7 +2,7 @@
 //
 // One batch as the device sees it: where everything lies in the batch's slab of device memory, and
 // the filling of the part that the host uploads and the reading of the part that it gets back. Only
-// integers and bytes are decided here; cuda_engine.cc queues the work.
+// integers and bytes are decided here; batch_stages.cc queues the work.
 //
 //   slab: [ shape, items, tiles, tasks, addresses, slopes, sinks, rows as given, bias ] uploaded
 //         [ x, projected, q, attended, output, statistics, partials ]              device only

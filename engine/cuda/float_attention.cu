@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Attention on the float units: queries are float, keys and values of any type are widened, every
-// product and sum is float. The path of F32 models; called by cuda_engine. One block makes one tile
-// of up to 32 packed rows: for each tile of keys products, online softmax, weighted sum of values.
+// product and sum is float. The path of F32 models; called by batch_stages. One block makes one
+// tile of up to 32 packed rows: for each tile of keys products, online softmax, weighted sum of
+// values.
 //
 // A (row, key) pair that the row doesn't see never enters the row's arithmetic: its product is
 // replaced by a mark before the softmax, and its value is skipped, not multiplied by 0 (0 x NaN).
@@ -344,7 +345,7 @@ __global__ void __launch_bounds__(kFloatThreads, kWidth <= 64 ? 3 : 2)
   const int32_t count = Global<const int32_t>(params.tile_count)[0];
   for (int64_t i = device::BlockIndex(); i < count; i += device::GridBlocks()) {
     const AttentionTile tile = Global<const AttentionTile>(params.tiles)[i];
-    if (tile.rows <= 8) {
+    if (tile.few != 0 && tile.rows <= 8) {
       AttendTile<T, kWidth, 8>(params, tile, memory);
     } else {
       AttendTile<T, kWidth, kFloatTileRows>(params, tile, memory);

@@ -87,7 +87,8 @@ struct AttentionTile {
   int32_t item;
   int32_t kv_head;
   int32_t rows;  // packed rows, <= the kernel's tile height
-  int32_t unused;
+  int32_t few;   // 1 = the whole call has at most kDecodeRows packed rows: its rows may be computed
+                 // another way, which may not depend on where a long call was cut
 };
 
 // Rows whose keys were split: partial rows partial + split * rows + r, split ascending.
@@ -115,7 +116,7 @@ inline constexpr int64_t kSplitKeys = 512;
 inline constexpr int32_t kDecodeRows = 16;
 // Tile heights of the other items.
 inline constexpr int32_t kFloatTileRows = 32;
-constexpr int32_t TensorTileRows(int32_t dim) { return dim <= 128 ? 128 : dim <= 192 ? 128 : 64; }
+constexpr int32_t TensorTileRows(int32_t dim) { return dim <= 192 ? 128 : 64; }
 
 // ---- Attention ----
 

@@ -160,7 +160,7 @@ absl::Status Projection::ChooseAlgorithm(LtContext& context, int64_t max_rows) {
   }
   // Asked for the widest run and a middling batch: large ones are bound by arithmetic with any good
   // tile, small ones by reading the weights.
-  const int64_t typical = std::min<int64_t>(PaddedRows(max_rows), 512);
+  constexpr int64_t typical = 512;  // whatever max_rows is: the choice is part of the numerics
   const auto widest =
       std::max_element(products_.begin(), products_.end(), [&](const Product& a, const Product& b) {
         return begin_[a.parts.last] - begin_[a.parts.first] <

@@ -13,18 +13,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/cuda/cuda_owners.h"
+#include "engine/cuda/padding.h"
 #include "engine/layer_weights.h"
 
 namespace attend {
-
-// Widths of matrices on the device, in elements: rows of every type then start at 16 bytes.
-constexpr int64_t PaddedWidth(int64_t width) { return (width + 7) / 8 * 8; }
-
-// Rows are computed in multiples of this; the rows past the asked ones hold anything.
-inline constexpr int64_t kProductRows = 64;
-constexpr int64_t PaddedRows(int64_t rows) {
-  return (rows + kProductRows - 1) / kProductRows * kProductRows;
-}
 
 // What all products of an engine share. One stream at a time may use it.
 struct LtContext {

@@ -3,7 +3,7 @@
 // Kernels over rows that are not attention: conversion of types, what happens to projected rows
 // before attention (clip, norms, rotation, append to KV blocks), and KV rows in canonical order.
 // Bound by memory: every element is read once and written once, in whole vectors where the shapes
-// allow it. Called by device_batch and cuda_engine.
+// allow it. Called by batch_stages and cuda_engine.
 #include <cmath>
 #include <type_traits>
 

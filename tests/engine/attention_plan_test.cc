@@ -191,6 +191,7 @@ class WorkspaceBytesTest : public testing::Test {
                                   + 4 * 8 * (12 + 16)   // queries: projected, padded
                                   + 4 * 8 * 20 + 8 * 8  // attended, statistics
                                   + 8 * 72;             // output
+  static constexpr int64_t kTile = 2 * 96;              // a tile of each key head
   static constexpr int64_t kItem = 4096 + 8 * 10;       // with ten blocks
   AttentionSpec spec_;
   AttendItem item_;
@@ -198,12 +199,12 @@ class WorkspaceBytesTest : public testing::Test {
 };
 
 TEST_F(WorkspaceBytesTest, RowsAndNewKeys) {
-  EXPECT_EQ(Bytes(), kItem + 100 * kRow);
+  EXPECT_EQ(Bytes(), kItem + 100 * kRow + 25 * kTile);
   item_.cached_keys -= 30;
   item_.new_keys = 30;
-  EXPECT_EQ(Bytes(), kItem + 100 * kRow + 30 * (8 * 48 + 4 * 2 * (12 + 20)));
+  EXPECT_EQ(Bytes(), kItem + 100 * kRow + 25 * kTile + 30 * (8 * 48 + 4 * 2 * (12 + 20)));
   ++item_.new_keys;  // the first key of an eleventh block
-  EXPECT_EQ(Bytes(), kItem + 100 * kRow + 31 * (8 * 48 + 4 * 2 * (12 + 20)) + 8);
+  EXPECT_EQ(Bytes(), kItem + 100 * kRow + 25 * kTile + 31 * (8 * 48 + 4 * 2 * (12 + 20)) + 8);
 }
 
 TEST_F(WorkspaceBytesTest, RawRowsComeProjected) {
@@ -212,27 +213,29 @@ TEST_F(WorkspaceBytesTest, RawRowsComeProjected) {
   item_.cached_keys -= 30;
   item_.new_keys = 30;
   EXPECT_EQ(Bytes(), kItem + 100 * (kRow - 8 * 64 + 4 * 8 * 12 - 8 * 72 + 8 * 8 * 20) +
-                         30 * (8 * 2 * (12 + 20)));
+                         30 * (8 * 2 * (12 + 20)) + 25 * kTile);
 }
 
 TEST_F(WorkspaceBytesTest, FewPackedRowsAreSplitOverKeys) {
   item_.rows = 4;  // of four query heads: 16 packed rows
-  EXPECT_EQ(Bytes(), kItem + 4 * (kRow + 2 * 8 * (4 * 20 + 8)));
+  EXPECT_EQ(Bytes(), kItem + 4 * (kRow + 2 * 8 * (4 * 20 + 8)) + 2 * kTile);
+  item_.sequence_rows = 5;  // the last rows of a longer call are computed like its first ones
+  EXPECT_EQ(Bytes(), kItem + 4 * kRow + kTile);
   item_.rows = 5;
-  EXPECT_EQ(Bytes(), kItem + 5 * kRow);
+  EXPECT_EQ(Bytes(), kItem + 5 * kRow + 2 * kTile);
 }
 
 TEST_F(WorkspaceBytesTest, BiasAndAskedWeights) {
   item_.bias = {&data_, 0, 77, 77, 0};
-  EXPECT_EQ(Bytes(), kItem + 100 * (kRow + 4 * 77));
+  EXPECT_EQ(Bytes(), kItem + 100 * (kRow + 4 * 77) + 25 * kTile);
   item_.bias.head_stride = 7700;
-  EXPECT_EQ(Bytes(), kItem + 100 * (kRow + 4 * 8 * 77));
+  EXPECT_EQ(Bytes(), kItem + 100 * (kRow + 4 * 8 * 77) + 25 * kTile);
   item_.bias = {};
   item_.weights.data = &data_;
   item_.weights.head_count = 3;
   item_.weights.row_begin = 10;
   item_.weights.row_end = 17;
-  EXPECT_EQ(Bytes(), kItem + 100 * kRow + 3 * 7 * 640 * 4);
+  EXPECT_EQ(Bytes(), kItem + 100 * kRow + 3 * 7 * 640 * 4 + 25 * kTile);
 }
 
 }  // namespace

@@ -272,6 +272,177 @@ TEST_P(EngineMemoryTest, TwoBatchesInFlightGiveTheBitsOfOneAfterAnother) {
   }
 }
 
+// Plain decode steps, the shape that an engine may record once and replay: other lengths, other
+// sequences in other places, another layer, another KV type, two in flight. Asking for attention
+// weights makes the same rows no plain step, and every one of those is a batch of its own.
+TEST_P(EngineMemoryTest, StepsOfChangingSequencesGiveTheBitsOfRowsAlone) {
+  constexpr int64_t kSteps = 8;
+  std::deque<TestLayer> layers;
+  const auto add = [&](int d_model) {
+    AttentionSpec spec = PlainSpec(d_model, 4, 2, 16, 12);
+    spec.causal = true;
+    layers.emplace_back(random, spec, DType::kBF16);
+    ASSERT_THAT(engine->AddLayer(layers.back().spec(), layers.back().weights()), IsOk());
+  };
+  add(32);
+  add(32);
+  const auto try_steps = [&](int layer, DType kv, const std::vector<int64_t>& lengths) {
+    SCOPED_TRACE(testing::Message() << "layer " << layer << ", kv " << DTypeName(kv));
+    const AttentionSpec& spec = layers[static_cast<size_t>(layer)].spec();
+    space->Reset();
+    std::vector<TestSequence> sequences;
+    for (int64_t cached : lengths) {
+      const int64_t keys = cached + kSteps;
+      sequences.push_back(RandomSequence(random, spec, kv, kF32, kF32, keys, keys));
+    }
+    const auto prefill = [&](std::vector<TestSequence>& all) {
+      std::vector<AttendItem> items;
+      for (TestSequence& sequence : all) {
+        TakeBlocks(sequence);
+        const int64_t cached = sequence.keys - kSteps;
+        items.push_back(sequence.Item(0, cached, 0, cached));
+      }
+      ASSERT_THAT(RunBatch(*engine, layer, spec, kv, items), IsOk());
+    };
+    std::vector<TestSequence> alone = sequences;
+    prefill(alone);
+    for (TestSequence& sequence : alone) {
+      sequence.AskWeights({0});
+      for (int64_t row = sequence.keys - kSteps; row < sequence.keys; ++row) {
+        const AttendItem item = sequence.Item(row, row + 1, row, row + 1);
+        ASSERT_THAT(RunBatch(*engine, layer, spec, kv, {&item, 1}), IsOk());
+      }
+    }
+    prefill(sequences);
+    // Every sequence takes part in most of the steps, 5 to 8 in each, in another order.
+    std::vector<int64_t> next;
+    for (const TestSequence& sequence : sequences) next.push_back(sequence.keys - kSteps);
+    constexpr int64_t kItems[kSteps] = {5, 5, 8, 8, 6, 7, 7, 6};
+    std::deque<std::pair<std::vector<AttendItem>, BatchPlan>> running;  // borrowed until Wait
+    std::deque<Ticket> tickets;
+    const auto wait = [&] {
+      ASSERT_THAT(engine->Wait(tickets.front()), IsOk());
+      tickets.pop_front();
+      running.pop_front();
+    };
+    for (int64_t step = 0; step < kSteps; ++step) {
+      if (static_cast<int>(tickets.size()) == engine->info().batches_in_flight) wait();
+      running.emplace_back();
+      auto& [items, plan] = running.back();
+      for (int64_t i = 0; i < kItems[step]; ++i) {
+        const auto at = static_cast<size_t>((step * 3 + i) % 8);
+        items.push_back(sequences[at].Item(next[at], next[at] + 1, next[at], next[at] + 1));
+        items.back().group = static_cast<int32_t>(i);
+        ++next[at];
+      }
+      auto built = BuildPlan(layer, spec, kv, items);
+      ASSERT_THAT(built, IsOk());
+      plan = *std::move(built);
+      auto ticket = engine->Start(plan, items);
+      ASSERT_THAT(ticket, IsOk());
+      tickets.push_back(*ticket);
+    }
+    while (!tickets.empty()) wait();
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      const auto bytes = static_cast<size_t>(next[i] * spec.output_width * 4);
+      EXPECT_TRUE(SameBits(kF32, std::span(sequences[i].output.bytes).first(bytes),
+                           std::span(alone[i].output.bytes).first(bytes)))
+          << "sequence " << i;
+    }
+  };
+  // Two blocks each: what is recorded for five serves eight. Then blocks begin, and keys are split.
+  const std::vector<int64_t> alike{65, 70, 80, 90, 100, 110, 115, 119};
+  for (DType kv : {DType::kBF16, kF32, DType::kF16}) {
+    for (int layer : {0, 1}) try_steps(layer, kv, alike);
+  }
+  try_steps(0, DType::kBF16, {1, 60, 62, 64, 100, 508, 130, 3});
+  add(96);  // working memory grows, and moves
+  try_steps(0, DType::kBF16, alike);
+}
+
+// Items of a self-attention layer with rows only and with keys only, beside ones with both: three
+// ranges of one matrix, none of a whole number of the products' rows.
+TEST_P(EngineMemoryTest, LayerAppendOnlyAndAttendOnlyItemsShareABatchWithOthers) {
+  for (DType type : {kF32, DType::kBF16}) {
+    SCOPED_TRACE(DTypeName(type));
+    Restart();
+    const TestLayer layer(random, PlainSpec(32, 4, 2, 16, 12), type);
+    auto info = engine->AddLayer(layer.spec(), layer.weights());
+    ASSERT_THAT(info, IsOk());
+    std::vector<TestSequence> sequences;
+    for (int64_t keys : {70, 9, 33, 5}) {
+      sequences.push_back(RandomSequence(random, layer.spec(), type, kF32, kF32, keys, keys));
+      TakeBlocks(sequences.back());
+    }
+    TestSequence *a = &sequences[0], *b = &sequences[1], *c = &sequences[2], *d = &sequences[3];
+    const std::vector<std::vector<AttendItem>> batches = {
+        {a->Item(0, 0, 0, 70), d->Item(0, 0, 0, 5)},
+        {b->Whole(), c->Item(0, 0, 0, 33), a->Item(0, 67, 70, 70), d->Item(0, 5, 5, 5)},
+        {c->Item(0, 33, 33, 33), a->Item(67, 70, 70, 70)}};
+    for (std::vector<AttendItem> items : batches) {
+      for (size_t i = 0; i < items.size(); ++i) items[i].group = static_cast<int32_t>(i);
+      ASSERT_THAT(RunBatch(*engine, 0, layer.spec(), type, items), IsOk());
+    }
+    for (const TestSequence& sequence : sequences) {
+      Compare(sequence, Expected(sequence, layer.weights(), info->compute_dtype));
+    }
+  }
+}
+
+// Padding is zeroed, not hoped to be zero: batches after ones that left NaN everywhere.
+TEST_P(EngineMemoryTest, WhatEarlierBatchesLeftBehindChangesNothing) {
+  AttentionSpec raw = PlainSpec(0, 4, 2, 24, 20);
+  AttentionSpec spec = PlainSpec(20, 3, 1, 9, 5);
+  spec.causal = true;
+  const TestLayer layer(random, spec, kF32);
+  auto info = engine->AddLayer(layer.spec(), layer.weights());
+  ASSERT_THAT(info, IsOk());
+  for (DType kv : {kF32, DType::kBF16}) {
+    for (int slot = 0; slot < 2; ++slot) {
+      std::vector<TestSequence> bad;
+      bad.push_back(RandomSequence(random, raw, kv, kF32, kF32, 300, 300));
+      for (TestTensor* tensor : {&bad[0].query, &bad[0].source, &bad[0].value}) {
+        std::fill(tensor->bytes.begin(), tensor->bytes.end(), std::byte{0xff});
+      }
+      Run(bad);
+    }
+    for (int slot = 0; slot < 2; ++slot) {
+      std::vector<TestSequence> sequences;
+      for (int64_t rows : {1, 7, 40}) {
+        sequences.push_back(RandomSequence(random, layer.spec(), kv, kF32, kF32, rows, rows));
+      }
+      RunAndCompare(sequences, info->index, layer.weights(), info->compute_dtype);
+    }
+  }
+}
+
+// The runtime cuts long calls where time and memory say: that must not show.
+TEST_P(EngineMemoryTest, WhereACallIsCutIntoChunksChangesNoBit) {
+  for (DType kv : {kF32, DType::kBF16}) {
+    Restart();
+    AttentionSpec spec = PlainSpec(32, 6, 2, 16, 12);
+    spec.causal = true;
+    const TestLayer layer(random, spec, DType::kBF16);
+    ASSERT_THAT(engine->AddLayer(layer.spec(), layer.weights()), IsOk());
+    std::vector<TestSequence> sequences;
+    sequences.push_back(RandomSequence(random, layer.spec(), kv, kF32, kF32, 600, 600));
+    Run(sequences, 0);
+    TestSequence& sequence = sequences[0];
+    const TestTensor whole = sequence.output;
+    for (const int64_t first : {597, 598, 599, 595, 64, 300}) {  // the rest: few rows, and many
+      space->Reset();
+      TakeBlocks(sequence);
+      sequence.output.FillRows(0, 600, 0);
+      for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, first}, {first, 600}}) {
+        AttendItem chunk = sequence.Item(begin, end, begin, end);
+        chunk.sequence_rows = 600;
+        ASSERT_THAT(RunBatch(*engine, 0, layer.spec(), kv, {&chunk, 1}), IsOk());
+      }
+      EXPECT_TRUE(SameBits(kF32, sequence.output.bytes, whole.bytes)) << "cut at " << first;
+    }
+  }
+}
+
 TEST_P(EngineMemoryTest, UnknownComputeTypesAreRefused) {
   EngineOptions options;
   options.device = GetParam().device;

@@ -212,7 +212,7 @@ TEST_F(RuntimePipelineTest, ABatchHasTheEngineFromTheEndOfTheOneBeforeIt) {
 
 class RuntimeWorkspaceTest : public RuntimeFixture {
  protected:
-  static constexpr int64_t kWorkspaceBytes = 24 << 10;
+  static constexpr int64_t kWorkspaceBytes = 25 << 10;
 
   RuntimeWorkspaceTest() : RuntimeFixture(1, kWorkspaceBytes) {
     engine_->on_start = [this](const BatchPlan& plan, std::span<const AttendItem> items) {
@@ -264,8 +264,8 @@ TEST_F(RuntimeWorkspaceTest, RowsWaitForEveryKeyAlsoWhenTheRestFitsABatch) {
   auto first = Job(3, {28});
   first->bias_sequences = first->bias_heads = 1;  // takes bytes that are no tokens
   first->bias_rows = 28;
-  first->bias_columns = 60;
-  first->bias.resize(28 * 60);
+  first->bias_columns = 55;
+  first->bias.resize(28 * 55);
   auto second = Job(3, {100});  // too much for a batch; without 64 of its keys no longer
   AttendJob* jobs[] = {first.get(), second.get()};
   const BatchOutcome outcome = runtime_->RunBatch(jobs);

@@ -14,7 +14,7 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::Not;
 
-constexpr int64_t kWorkspaceRow = 512 + 512 + 256 + 512 + 32 + 288 + 512 + 256 + 8 + 4096;
+constexpr int64_t kWorkspaceRow = 512 + 512 + 256 + 512 + 32 + 288 + 512 + 256 + 8 + 4096 + 192;
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kGiB = int64_t{1} << 30;
 
@@ -74,9 +74,9 @@ TEST(MemoryPlanTest, TheCpuKeepsEverythingInTheMachinesMemory) {
 TEST(MemoryPlanTest, CudaKeepsAllButQueueAndStagingOnTheDevice) {
   const MemoryPlan plan = PlanMemory(SmallOptions(), Cuda(kGiB), OneLayer(DType::kF32, 7 * kMiB));
   EXPECT_EQ(plan.batch_workspace, 4 * 10 * kMiB + 2 * 8 * kMiB);  // one row of any request
-  EXPECT_EQ(plan.workspace, 2 * (63 + 16) * kMiB + 64 * kMiB);
+  EXPECT_EQ(plan.workspace, 2 * (63 + 16) * kMiB + 256 * kMiB);
   EXPECT_EQ(plan.staging, 2 * (63 + 16) * kMiB + 16 * kMiB);
-  EXPECT_EQ(plan.DeviceBytes(), (7 + 300 + 40 + 222) * kMiB);
+  EXPECT_EQ(plan.DeviceBytes(), (7 + 300 + 40 + 414) * kMiB);
   EXPECT_EQ(plan.HostBytes(), (140 + 174) * kMiB);
 
   Options large = SmallOptions();
@@ -117,17 +117,17 @@ TEST(MemoryPlanTest, WhatDoesNotFitTheMachineNamesTheFlagsToLower) {
 }
 
 TEST(MemoryPlanTest, WhatDoesNotFitTheDeviceSaysHowLargeTheCacheMayBe) {
-  const DeviceChoice device = Cuda(569 * kMiB);
+  const DeviceChoice device = Cuda(761 * kMiB);
   MemoryPlan plan = PlanMemory(SmallOptions(), device, OneLayer(DType::kF32, 7 * kMiB));
   EXPECT_TRUE(CheckMemory(plan, device, kGiB).ok());
   plan.kv += kMiB;
   EXPECT_THAT(
       ErrorOf(plan, device, kGiB),
-      AllOf(HasSubstr("weights 7 MiB + kv 301 MiB + scratch 40 MiB + workspace 222 MiB = 570 MiB "
-                      "do not fit into the free 569 MiB of 4096 MiB of NVIDIA Test"),
+      AllOf(HasSubstr("weights 7 MiB + kv 301 MiB + scratch 40 MiB + workspace 414 MiB = 762 MiB "
+                      "do not fit into the free 761 MiB of 4096 MiB of NVIDIA Test"),
             HasSubstr("lower --kv_bytes to 300MiB at most")));
   // Without any cache it would not fit either.
-  EXPECT_THAT(ErrorOf(plan, Cuda(268 * kMiB), kGiB),
+  EXPECT_THAT(ErrorOf(plan, Cuda(460 * kMiB), kGiB),
               AllOf(HasSubstr("--batch_tokens"), Not(HasSubstr("at most"))));
 }
 

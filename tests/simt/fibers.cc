@@ -62,13 +62,22 @@ attend_simt_switch:
 
 #endif
 
-FiberStacks::~FiberStacks() {
-  if (memory_ != nullptr) munmap(memory_, count_ * (kGuardBytes + kStackBytes));
+FiberStacks::~FiberStacks() { Release(); }
+
+void FiberStacks::Release() {
+  if (memory_ == nullptr) return;
+  const size_t bytes = count_ * (kGuardBytes + kStackBytes);
+#if defined(__SANITIZE_ADDRESS__)
+  // Red zones of locals outlive the mapping, and the addresses may be given out again.
+  __asan_unpoison_memory_region(memory_, bytes);
+#endif
+  munmap(memory_, bytes);
+  memory_ = nullptr;
 }
 
 void FiberStacks::Reserve(int count) {
   if (count <= count_) return;
-  if (memory_ != nullptr) munmap(memory_, count_ * (kGuardBytes + kStackBytes));
+  Release();
   void* memory = mmap(nullptr, count * (kGuardBytes + kStackBytes), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {

@@ -38,6 +38,8 @@ class FiberStacks {
   void Prepare(Fiber& fiber, int index, void (*entry)());
 
  private:
+  void Release();
+
   std::byte* memory_ = nullptr;
   int count_ = 0;
 };

@@ -98,6 +98,7 @@ void FloatRun::MakeTiles() {
       tile.row_begin = row;
       tile.rows = static_cast<int32_t>(std::min<int64_t>(kFloatTileRows, packed - row));
       tile.partial = -1;
+      tile.few = packed <= kDecodeRows ? 1 : 0;
       const KeyRange first =
           VisibleKeys(spec, item.causal, item.first_row + row / group, item.keys);
       const KeyRange last =

@@ -90,7 +90,7 @@ void MultiplyColumns(const MatmulTask& task, const PanelRows* panel, const float
                      int64_t count, PanelRows* sums) {
   const int64_t range = (task.k + task.splits - 1) / task.splits;
   for (int i = 0; i < task.splits; ++i) {
-    const int64_t begin = std::min(task.k, (task.n + i) % task.splits * range);
+    const int64_t begin = std::min(task.k, (task.n + task.n / 64 + i) % task.splits * range);
     const int64_t end = std::min(task.k, begin + range);
     switch (count) {
       case 1:
