@@ -277,7 +277,7 @@ ATTEND_DEVICE HeadWork DescribeHead(const TransformParams& params, int head, boo
   return work;
 }
 
-__global__ void __launch_bounds__(kThreads, 4) TransformKernel(const TransformParams params) {
+__global__ void __launch_bounds__(kThreads, 3) TransformKernel(const TransformParams params) {
   const int lane = device::ThreadIndex() % 32;
   const int warp = device::ThreadIndex() / 32;
   const BatchShape batch = Global<const BatchShape>(params.batch)[0];

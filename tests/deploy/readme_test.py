@@ -17,6 +17,7 @@ from support.servers import Process, ROOT
 # First words of commands in ```console blocks, and why they are not run.
 CONSOLE = {
     "tests/run.sh": "runs this very test",
+    "tests/gpu/run.sh": "needs a GPU; tests/gpu/run_test.py packs, and runs it up to there",
     "grpcurl": "is in no Debian package; tests/integration asks the reflection it uses",
     "docker": "needs a Docker engine; container_test.py builds and runs the same Dockerfile",
     "kubectl": "apply and rollout need a cluster; kubernetes_test.py checks what would be applied",

@@ -154,8 +154,8 @@ def test_prefill_has_the_products_of_one_tile_of_keys_and_no_more(architecture):
 # instruction a cycle and its tensor core takes a product every two cycles or more, so up to 1 products are what the
 # blocks wait for; wide heads have 16 rows to a warp, so that keys and values are loaded for half as many products, and
 # the narrowest has few products to share what a block costs. Decoding waits for memory; its bound only notices a loop
-# that falls apart.
-LARGEST_RATIO = {"TensorPrefill": {"32": 1.5, "192": 1.5, "256": 1.5, "": 1.0}, "TensorDecode": {"": 6.0}}
+# that falls apart, and at width 32 a block has no more than 8 products to share its addresses.
+LARGEST_RATIO = {"TensorPrefill": {"32": 1.5, "192": 1.5, "256": 1.5, "": 1.0}, "TensorDecode": {"32": 8.0, "": 6.0}}
 
 
 @each_architecture
@@ -190,7 +190,7 @@ def test_float_attention_copies_asynchronously_and_reads_vectors(architecture):
         assert kernel.count(r"[HIDBQ]MMA") == 0, kernel
         assert kernel.count(r"LDGSTS\.E\.BYPASS\.128") > 0, kernel
         assert kernel.count(r"LDS\.128") > kernel.count(r"LDS$"), kernel
-        assert kernel.count(r"FFMA") > 500, kernel
+        assert kernel.count(r"FFMA") > 3 * kernel.count(r"FADD"), f"{kernel}: products apart from their sums"
         assert kernel.count(r"DFMA|DADD|DMUL") == 0, f"{kernel}: double precision"
 
 

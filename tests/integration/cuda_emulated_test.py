@@ -151,9 +151,9 @@ def test_tf32_is_for_cuda(tmp_path):
 
 
 def test_too_little_device_memory_is_refused_with_numbers_and_the_flag(tmp_path):
-    few = {"ATTEND_EMULATED_MEMORY_BYTES": str(192 * MIB)}
-    line = refused(tmp_path, "--device=cuda", "--kv_bytes=180MiB", LLAMA, env=few)
-    assert "kv 180 MiB" in line and re.search(r"= \d+ MiB do not fit into the free \d+ MiB of 192 MiB", line), line
+    few = {"ATTEND_EMULATED_MEMORY_BYTES": str(384 * MIB)}
+    line = refused(tmp_path, "--device=cuda", "--kv_bytes=372MiB", LLAMA, env=few)
+    assert "kv 372 MiB" in line and re.search(r"= \d+ MiB do not fit into the free \d+ MiB of 384 MiB", line), line
     # What it advises works.
     advised = re.search(r"lower --kv_bytes to (\d+MiB) at most", line)[1]
     with emulated(tmp_path, "--device=cuda", f"--kv_bytes={advised}", LLAMA, env=few):

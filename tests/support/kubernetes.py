@@ -65,7 +65,7 @@ def container(workload):
 
 def settings(docs):
     """ATTEND_* as the server in its container sees them, and the flags' defaults."""
-    found = dict(flags())
+    found = {name: default.split(" (cuda: ")[0] for name, default in flags().items()}
     found.update(image_settings())
     found.update(find(docs, "ConfigMap", "attend-server")["data"])
     for variable in container(find(docs, "StatefulSet", "attend")).get("env", []):
