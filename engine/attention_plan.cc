@@ -92,6 +92,19 @@ absl::Status CheckLayer(const BatchPlan& plan, const AttentionSpec* layer) {
   return expected == *plan.spec ? absl::OkStatus() : wrong("its spec is another");
 }
 
+KeyRange VisibleToAny(const AttentionSpec& spec, const AttendItem& item, int64_t row_begin,
+                      int64_t rows) {
+  KeyRange keys;
+  bool any = false;
+  for (int64_t row = row_begin; row < row_begin + rows; ++row) {
+    const KeyRange next = VisibleKeys(spec, item.causal, item.first_row + row, item.keys());
+    if (next.end == next.begin) continue;
+    keys = any ? KeyRange{std::min(keys.begin, next.begin), std::max(keys.end, next.end)} : next;
+    any = true;
+  }
+  return keys;
+}
+
 int64_t WorkspaceBytes(const AttentionSpec& spec, const AttendItem& item) {
   constexpr int64_t kItemBytes = 4096;
   constexpr int64_t kTileBytes = 96;

@@ -152,6 +152,18 @@ inline KeyRange VisibleKeys(const AttentionSpec& spec, bool causal, int64_t posi
 // What depends on the batch alone (its shape, padding rows) is the engine's own.
 int64_t WorkspaceBytes(const AttentionSpec& spec, const AttendItem& item);
 
+// Batches in flight on a device, and the device memory that each of them keeps for batches of
+// `workspace_bytes`: tile lists, padding rows of products and unused columns come on top.
+inline constexpr int kDeviceSlabs = 2;
+constexpr int64_t DeviceSlabBytes(int64_t workspace_bytes) {
+  return workspace_bytes + workspace_bytes / 8 + (int64_t{16} << 20);
+}
+
+// Keys that at least one of the item's rows [row_begin, row_begin + rows) can see, before bias, and
+// those between them; [0, 0) when there is none.
+KeyRange VisibleToAny(const AttentionSpec& spec, const AttendItem& item, int64_t row_begin,
+                      int64_t rows);
+
 // Multiply-adds x 2 of an item, for predicting time: projections and visible scores.
 double ItemFlops(const AttentionSpec& spec, const AttendItem& item);
 

@@ -9,11 +9,8 @@
 namespace attend {
 namespace {
 
-// What engine/cuda takes for a batch's workspace: a slab with room for tile lists and padding, for
-// each of two batches in flight; beside them the products' workspace, rows of KV on their way, and
-// captured graphs. The pinned buffers mirror parts of the slabs.
-constexpr int64_t kBatchesInFlight = 2;
-constexpr int64_t kSlabExtra = int64_t{16} << 20;
+// What engine/cuda takes beside the slabs of its batches: the products' workspace, rows of KV on
+// their way, captured graphs, loaded code. The pinned buffers mirror parts of the slabs.
 constexpr int64_t kBesideSlabs = int64_t{256} << 20;
 constexpr int64_t kPinnedBesideSlabs = int64_t{16} << 20;
 
@@ -74,8 +71,7 @@ MemoryPlan PlanMemory(const Options& options, const DeviceChoice& device,
     // and the attention weights it is answered with.
     plan.batch_workspace =
         std::max(plan.staging, 4 * limits.message_bytes + 2 * limits.response_bytes);
-    const int64_t slabs =
-        kBatchesInFlight * (plan.batch_workspace + plan.batch_workspace / 8 + kSlabExtra);
+    const int64_t slabs = kDeviceSlabs * DeviceSlabBytes(plan.batch_workspace);
     plan.workspace = slabs + kBesideSlabs;
     plan.staging = slabs + kPinnedBesideSlabs;
   }

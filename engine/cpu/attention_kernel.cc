@@ -93,23 +93,6 @@ int64_t TileQueryRows(int64_t query_rows, int64_t group, int64_t wanted_rows) {
   return whole <= limit ? whole : even;
 }
 
-KeyRange UnionOfVisible(const AttentionTile& tile) {
-  const AttendItem& item = *tile.item;
-  const int64_t first = item.first_row + tile.row_begin;
-  KeyRange keys = VisibleKeys(*tile.spec, item.causal, first, item.keys());
-  for (int64_t i = 1; i < tile.query_rows; ++i) {
-    const KeyRange next = VisibleKeys(*tile.spec, item.causal, first + i, item.keys());
-    if (next.end == next.begin) continue;
-    if (keys.end == keys.begin) {
-      keys = next;
-    } else {
-      keys = {std::min(keys.begin, next.begin), std::max(keys.end, next.end)};
-    }
-  }
-  if (keys.end == keys.begin) keys = {0, 0};
-  return keys;
-}
-
 std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, int workers) {
   const BatchPlan& plan = *batch.plan;
   const AttentionSpec& spec = *plan.spec;
@@ -130,7 +113,7 @@ std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, int workers
     const int64_t step = TileQueryRows(item.rows, spec.group_size(), wanted_rows);
     for (tile.row_begin = 0; tile.row_begin < item.rows; tile.row_begin += step) {
       tile.query_rows = std::min(step, item.rows - tile.row_begin);
-      tile.keys = UnionOfVisible(tile);
+      tile.keys = VisibleToAny(spec, item, tile.row_begin, tile.query_rows);
       for (tile.kv_head = 0; tile.kv_head < spec.kv_heads; ++tile.kv_head) tiles.push_back(tile);
     }
   }

@@ -11,11 +11,6 @@ namespace {
 // Thread blocks per multiprocessor of kernels that loop over tiles; more wait for a place anyway.
 constexpr int64_t kBlocksPerProcessor = 16;
 
-template <class T>
-T* At(std::byte* base, int64_t offset) {
-  return reinterpret_cast<T*>(base + offset);
-}
-
 }  // namespace
 
 int64_t BatchStages::LoopBlocks(int64_t tiles) const {

@@ -30,28 +30,17 @@ namespace {
 // Raised with every change of arithmetic, so that equal numerics ids mean equal bits.
 constexpr char kKernelVersion[] = "k1";
 
-constexpr int kSlots = 2;
+constexpr int kSlots = kDeviceSlabs;
 // A graph takes some 100 KiB of device memory; all are dropped when there are more.
 constexpr size_t kMaxGraphs = 512;
 // Steps with more rows gain nothing from a graph: their kernels outlast the launches.
 constexpr int64_t kMaxStepRows = 256;
 // Rows of KV on their way to or from the host, in one piece.
 constexpr int64_t kTransferBytes = int64_t{8} << 20;
-// Tile lists, padding rows of products and unused columns, beside what WorkspaceBytes counts.
-constexpr int64_t kSlabExtraBytes = int64_t{16} << 20;
-int64_t SlabBytes(int64_t workspace_bytes) {
-  return workspace_bytes + workspace_bytes / 8 + kSlabExtraBytes;
-}
-
 int64_t NowNs() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
-}
-
-template <class T>
-T* At(std::byte* base, int64_t offset) {
-  return reinterpret_cast<T*>(base + offset);
 }
 
 struct GraphKey {
@@ -185,7 +174,7 @@ absl::Status CudaEngine::Open() {
   size_t free = 0;
   size_t total = 0;
   CUDA_RETURN_IF_ERROR(cudaMemGetInfo(&free, &total));
-  const int64_t slabs = kSlots * SlabBytes(options_.workspace_bytes);
+  const int64_t slabs = kSlots * DeviceSlabBytes(options_.workspace_bytes);
   const int64_t kv_bytes = options_.kv_bytes + options_.scratch_bytes;
   const auto no_room = [&] {
     return InvalidField("kv_bytes", std::to_string(options_.kv_bytes),
@@ -250,8 +239,8 @@ absl::Status CudaEngine::ReserveFor(const AttentionSpec& spec) {
       options_.batch_tokens * 4 * PaddedWidth(std::max(spec.d_model, spec.context_width));
   const int64_t result = options_.batch_tokens * 4 * PaddedWidth(spec.output_width);
   for (Slot& slot : slots_) {
-    RETURN_IF_ERROR(Reserve(slot, SlabBytes(std::min(limit, workspace)), std::min(limit, upload),
-                            std::min(limit, result)));
+    RETURN_IF_ERROR(Reserve(slot, DeviceSlabBytes(std::min(limit, workspace)),
+                            std::min(limit, upload), std::min(limit, result)));
   }
   return absl::OkStatus();
 }

@@ -17,27 +17,9 @@ constexpr int64_t kTaskElements = 16384;
 int64_t AlignUp(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-KeyRange UnionOfVisible(const AttentionSpec& spec, const AttendItem& item, int64_t first_row,
-                        int64_t last_row) {
-  KeyRange keys;
-  bool any = false;
-  for (int64_t row = first_row; row <= last_row; ++row) {
-    const KeyRange next = VisibleKeys(spec, item.causal, item.first_row + row, item.keys());
-    if (next.end == next.begin) continue;
-    keys = any ? KeyRange{std::min(keys.begin, next.begin), std::max(keys.end, next.end)} : next;
-    any = true;
-  }
-  return keys;
-}
-
 int64_t RowsHeight(const BatchWork& work) {
   const AttentionSpec& spec = work.spec();
   return work.tensor() ? TensorTileRows(std::max(spec.head_dim, spec.v_head_dim)) : kFloatTileRows;
-}
-
-template <class T>
-T* At(std::byte* base, int64_t offset) {
-  return reinterpret_cast<T*>(base + offset);
 }
 
 template <class T>
@@ -141,7 +123,8 @@ void DeviceBatch::AddTiles(int place) {
     tile.rows = static_cast<int32_t>(std::min(height, packed - row));
     tile.partial = -1;
     tile.few = few ? 1 : 0;
-    const KeyRange keys = UnionOfVisible(spec, item, row / group, (row + tile.rows - 1) / group);
+    const KeyRange keys =
+        VisibleToAny(spec, item, row / group, (row + tile.rows - 1) / group + 1 - row / group);
     tile.key_begin = keys.begin / kBlockTokens * kBlockTokens;
     tile.key_end = keys.end;
     const int64_t first_split = keys.begin / kSplitKeys;

@@ -22,6 +22,12 @@
 
 namespace attend {
 
+// What lies `offset` bytes behind `base`, e.g. a part of a slab.
+template <class T>
+T* At(std::byte* base, int64_t offset) {
+  return reinterpret_cast<T*>(base + offset);
+}
+
 // A batch of one (layer, spec) and how it is computed.
 struct BatchWork {
   const BatchPlan* plan = nullptr;
