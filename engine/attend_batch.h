@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "engine/attend_job.h"
 #include "engine/attention_engine.h"
+#include "engine/batch_time.h"
 #include "engine/session_table.h"
 
 namespace attend {
@@ -59,9 +60,10 @@ struct ResolvedJob {
 struct BatchShare {
   int64_t tokens = 0;
   int64_t workspace_bytes = 0;
+  double us = 0;  // predicted
 
   bool Within(const BatchShare& room) const {
-    return tokens <= room.tokens && workspace_bytes <= room.workspace_bytes;
+    return tokens <= room.tokens && workspace_bytes <= room.workspace_bytes && us <= room.us;
   }
 };
 
@@ -75,8 +77,11 @@ struct AttendBatch {
   std::vector<AttendItem> items;
   std::deque<std::vector<int64_t>> blocks;  // what the items' spans point to
 
-  BatchShare room;  // left
-  double flops = 0;
+  BatchShare whole;           // what its first job found
+  BatchShare room;            // left
+  BatchTime* time = nullptr;  // of its kind of layer
+  bool any_time = false;      // the job that is being added may take any time
+  BatchWork work;
   int64_t launched_us = 0;
   std::optional<Ticket> ticket;
   BatchOutcome outcome;  // of jobs that are not members it is final

@@ -74,7 +74,13 @@ absl::StatusOr<std::unique_ptr<AttentionEngine>> MakeEngine(const EngineOptions&
   if (options.kv_bytes < 0 || options.scratch_bytes < 0) {
     return InvalidField("kv_bytes", std::to_string(options.kv_bytes), "0 or more");
   }
+  if (options.weight_dtype != "auto" && options.weight_dtype != "i8") {
+    return InvalidField("weight_dtype", options.weight_dtype, "auto or i8");
+  }
   if (choice.device == "cpu") return MakeCpuEngine(options);
+  if (options.weight_dtype == "i8") {
+    return InvalidField("weight_dtype", "i8", "auto: only the CPU engine computes with I8 weights");
+  }
   ASSIGN_OR_RETURN(const CudaPlugin* plugin, OpenPlugin());
   return plugin->make_engine(options);
 }

@@ -21,11 +21,12 @@
 namespace attend {
 
 struct EngineOptions {
-  std::string device = "auto";   // auto | cpu | cuda
-  std::string isa = "auto";      // auto | avx2 | avx512 (CPU)
-  std::string compute = "auto";  // auto | fp32 | bf16 | tf32 (CUDA)
-  int threads = 1;               // worker threads, the caller's included (CPU)
-  int64_t kv_bytes = 0;          // KV memory of sessions: addresses [0, kv_bytes)
+  std::string device = "auto";        // auto | cpu | cuda
+  std::string isa = "auto";           // auto | avx2 | avx512 (CPU)
+  std::string compute = "auto";       // auto | fp32 | bf16 | tf32 (CUDA)
+  std::string weight_dtype = "auto";  // auto (as in the checkpoint) | i8 (CPU)
+  int threads = 1;                    // worker threads, the caller's included (CPU)
+  int64_t kv_bytes = 0;               // KV memory of sessions: addresses [0, kv_bytes)
   int64_t scratch_bytes = 0;    // KV memory of stateless work: [kv_bytes, kv_bytes + scratch_bytes)
   int64_t batch_tokens = 2048;  // most query rows, and most new keys, of a batch
   int64_t workspace_bytes = 0;  // most WorkspaceBytes of a batch's items together; 0 = no limit
@@ -46,12 +47,15 @@ struct EngineInfo {
   std::string isa;          // "avx2" | "avx512"; CUDA: "sm_90" etc.
   std::string numerics_id;  // engine, ISA, kernel version: equal ids give equal bits per dtype
   int threads = 0;
-  int batches_in_flight = 1;  // how often Start may be called before the first Wait
+  int max_head_dim = kMaxHeadDim;  // of keys and of values
+  bool keeps_i8 = false;           // keys and values may be kept in I8
+  int batches_in_flight = 1;       // how often Start may be called before the first Wait
+  int64_t enough_rows = 0;  // a batch of so many rows gains nothing from more; 0 = it always does
 };
 
 struct LayerInfo {
   int index = -1;                     // what BatchPlan.layer names
-  DType compute_dtype = DType::kF32;  // type of the products' operands: F32, BF16, F16 (CUDA)
+  DType compute_dtype = DType::kF32;  // type of the products' operands: F32, BF16, I8, F16 (CUDA)
   int64_t packed_bytes = 0;           // memory the packed weights take
 };
 
@@ -109,7 +113,8 @@ class AttentionEngine {
   virtual absl::Status CopyBlocks(std::span<const BlockCopy> copies) = 0;
 
   // KV by token rows in canonical form, the same for every engine: for K then V: [keys, kv_heads,
-  // dim] in the geometry's dtype; `bytes` holds keys * geometry.TokenBytes() bytes.
+  // dim] in the geometry's dtype; I8: then the scales of K and of V, [keys, kv_heads] F32. `bytes`
+  // holds keys * geometry.TokenBytes() bytes.
   virtual absl::Status ReadKv(const KvRows& rows, std::span<std::byte> bytes) = 0;
   virtual absl::Status WriteKv(const KvRows& rows, std::span<const std::byte> bytes) = 0;
 

@@ -138,20 +138,4 @@ int64_t WorkspaceBytes(const AttentionSpec& spec, const AttendItem& item) {
   return bytes + 8 * ceil_div(item.keys(), kBlockTokens) + kItemBytes;
 }
 
-double ItemFlops(const AttentionSpec& spec, const AttendItem& item) {
-  double flops = 0;
-  const double q_width = double(spec.q_heads) * spec.head_dim;
-  const double v_width = double(spec.q_heads) * spec.v_head_dim;
-  const double kv_width = double(spec.kv_heads) * (spec.head_dim + spec.v_head_dim);
-  if (!spec.raw()) {
-    flops += 2.0 * item.rows * (q_width * spec.d_model + v_width * spec.output_width);
-    flops += 2.0 * item.new_keys * kv_width * spec.context_width;
-  }
-  // Visible keys of the middle row stand for the average row.
-  const KeyRange range =
-      VisibleKeys(spec, item.causal, item.first_row + item.rows / 2, item.keys());
-  flops += 2.0 * item.rows * double(range.end - range.begin) * (q_width + v_width);
-  return flops;
-}
-
 }  // namespace attend

@@ -164,7 +164,4 @@ constexpr int64_t DeviceSlabBytes(int64_t workspace_bytes) {
 KeyRange VisibleToAny(const AttentionSpec& spec, const AttendItem& item, int64_t row_begin,
                       int64_t rows);
 
-// Multiply-adds x 2 of an item, for predicting time: projections and visible scores.
-double ItemFlops(const AttentionSpec& spec, const AttendItem& item);
-
 }  // namespace attend

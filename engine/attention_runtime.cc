@@ -56,6 +56,9 @@ absl::Status AttentionRuntime::AddModel(const std::string& name, const Checkpoin
   model.fingerprint = checkpoint.fingerprint;
   model.max_positions = checkpoint.max_positions;
   model.kv_dtype = KvDTypeOf(checkpoint, options_.kv_dtype);
+  if (model.kv_dtype == DType::kI8 && !info().keeps_i8) {
+    return InvalidField("kv_dtype", "i8", "auto, f32, bf16 or f16 on " + info().engine);
+  }
   for (const ModelLayer& source : checkpoint.layers) {
     LoadedLayer layer;
     layer.name = source.name;
@@ -67,6 +70,11 @@ absl::Status AttentionRuntime::AddModel(const std::string& name, const Checkpoin
     layer.cross_spec.causal = false;
     layer.weight_bytes = source.weight_bytes;
     layer.geometry = GeometryOf(source.spec, model.kv_dtype);
+    if (const int widest = std::max(source.spec.head_dim, source.spec.v_head_dim);
+        widest > info().max_head_dim) {
+      return InvalidField("head_dim", std::to_string(widest),
+                          "1 .. " + std::to_string(info().max_head_dim) + " on " + info().engine);
+    }
     absl::StatusOr<LayerInfo> added = engine_->AddLayer(source.spec, source.weights);
     if (!added.ok()) {
       return absl::Status(added.status().code(), "model " + name + ", layer " + source.name + ": " +
@@ -74,6 +82,7 @@ absl::Status AttentionRuntime::AddModel(const std::string& name, const Checkpoin
     }
     layer.engine = *added;
     model.compute_dtype = added->compute_dtype;
+    if (added->compute_dtype == DType::kI8) model.weight_dtype = DType::kI8;
     model.layers.push_back(std::move(layer));
     if (progress) {
       progress(static_cast<int>(model.layers.size()), static_cast<int>(checkpoint.layers.size()));
@@ -135,7 +144,6 @@ std::unique_ptr<AttendBatch> AttentionRuntime::StartBatch(std::span<AttendJob* c
   batch->resolved.resize(jobs.size());
   batch->outcome.jobs.resize(jobs.size());
   batch->outcome.started_us = now_us_();
-  batch->room = WholeBatch();
   Gather(*batch);
   DropDead(*batch);
   Launch(*batch);
@@ -236,10 +244,7 @@ absl::Status AttentionRuntime::Await(AttendBatch& batch) {
     return EngineFault("engine fault: " + std::string(cache_.engine_status().message()));
   }
   if (!batch.launched()) return absl::OkStatus();
-  const double rate =
-      batch.flops / static_cast<double>(std::max<int64_t>(1, took(batch.launched_us)));
-  // A moving average over about five batches; it steers chunk sizes only, never results.
-  flops_per_us_ = flops_per_us_ <= 0 ? rate : 0.8 * flops_per_us_ + 0.2 * rate;
+  batch.time->Observe(batch.work, double(std::max<int64_t>(1, took(batch.launched_us))), stages);
   engine_free_us_ = now;
   return absl::OkStatus();
 }

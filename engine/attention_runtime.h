@@ -7,8 +7,10 @@
 // progress_ns(), which any thread may call. Times are microseconds of one monotonic clock.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -19,6 +21,7 @@
 #include "engine/attend_batch.h"
 #include "engine/attend_job.h"
 #include "engine/attention_engine.h"
+#include "engine/batch_time.h"
 #include "engine/kv_cache.h"
 #include "engine/model/checkpoint.h"
 #include "engine/session_table.h"
@@ -131,6 +134,9 @@ class AttentionRuntime {
   bool Finished(const AttendBatch& batch) const;
   BatchOutcome FinishBatch(std::unique_ptr<AttendBatch> batch);
   BatchOutcome RunBatch(std::span<AttendJob* const> jobs) { return FinishBatch(StartBatch(jobs)); }
+  // The job would be cut now: batches hold no other work beside a part of it, and others may go
+  // first.
+  bool NeedsChunks(AttendJob& job);
   // Rolls back a job that is in no batch and will not be given again (cancelled, expired, shutting
   // down).
   void Abandon(AttendJob& job);
@@ -159,8 +165,12 @@ class AttentionRuntime {
                       int64_t most) const;
   int64_t ChunkRows(const AttendJob& job, size_t index, const ResolvedJob& resolved,
                     const AttendBatch& batch) const;
-  int64_t RowsInTime(const AttentionSpec& spec, const AttendItem& whole) const;
-  BatchShare WholeBatch() const;
+  BatchTime& TimeOf(const ResolvedJob& resolved);
+  BatchWork WorkLeft(const AttendJob& job, const ResolvedJob& resolved) const;
+  BatchShare WholeBatch(const AttendJob& job, const ResolvedJob& resolved, const BatchTime& time,
+                        const BatchWork& left) const;
+  BatchShare ShareOf(const AttendItem& item, const ResolvedJob& resolved,
+                     const BatchTime& time) const;
 
   // The steps of a batch, in their order.
   void Gather(AttendBatch& batch);
@@ -184,7 +194,8 @@ class AttentionRuntime {
   std::shared_ptr<BufferPool> buffers_;
   std::vector<LoadedModel> models_;
   std::function<bool(const std::string&)> pinned_;
-  double flops_per_us_ = 0;     // moving average; 0 = nothing ran yet
+  std::map<std::array<int64_t, 8>, BatchTime> times_;  // by kind of layer
+  RecentWork recent_;
   int64_t engine_free_us_ = 0;  // when the last batch ended
   bool failure_told_ = false;   // the engine's, in an outcome
 };

@@ -19,7 +19,7 @@
 
 namespace attend {
 
-inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kMaxHeadDim = 1024;
 // A smaller softcap's reciprocal is not a finite float.
 inline constexpr float kMinSoftcap = 1e-30f;
 

@@ -22,16 +22,21 @@ struct KvGeometry {
   int kv_heads = 0;
   int head_dim = 0;    // of keys
   int v_head_dim = 0;  // of values
+  // F32, F16, BF16; or I8: an element is its int8 times a float scale that a head's row of one
+  // token has for its key and another for its value.
   DType dtype = DType::kF32;
 
+  // Of one head's key or value of one token: 4 for I8, else 0.
+  int64_t ScaleBytes() const { return dtype == DType::kI8 ? DTypeBytes(DType::kF32) : 0; }
   // One token in canonical form.
   int64_t TokenBytes() const {
-    return int64_t{kv_heads} * (head_dim + v_head_dim) * DTypeBytes(dtype);
+    return kv_heads * ((head_dim + v_head_dim) * DTypeBytes(dtype) + 2 * ScaleBytes());
   }
-  // A layer's part of a block of `tokens` tokens: room for rows of heads padded to kRowBytes,
-  // rounded up so that every part starts on a cache line.
+  // A layer's part of a block of `tokens` tokens: room for rows of heads padded to kRowBytes and
+  // for their scales, rounded up so that every part starts on a cache line.
   int64_t BlockBytes(int64_t tokens = kBlockTokens) const {
-    const int64_t token_bytes = kv_heads * (PaddedRowBytes(head_dim) + PaddedRowBytes(v_head_dim));
+    const int64_t token_bytes =
+        kv_heads * (PaddedRowBytes(head_dim) + PaddedRowBytes(v_head_dim) + 2 * ScaleBytes());
     return (token_bytes * tokens + 63) / 64 * 64;
   }
 

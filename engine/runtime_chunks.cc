@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What of a job goes into a batch. A batch has room for so many tokens and for so many bytes of the
-// engine's workspace; what exceeds either is cut into chunks of rows or keys.
+// What of a job goes into a batch. A batch has room for so many tokens, for so many bytes of the
+// engine's workspace, and for so much predicted time; what exceeds one of them is cut into chunks
+// of rows or keys.
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <utility>
 
@@ -11,16 +13,34 @@
 namespace attend {
 namespace {
 
-// Chunks are whole blocks of rows; the first one, before anything was timed, has this many.
-constexpr int64_t kFirstChunkRows = 512;
+// A chunk may take this many times what one row takes there. Where one row is dear because it reads
+// a long history, shorter chunks would do little but read it again.
+constexpr double kLeastRowsTime = 2;
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 // Query rows and new keys are the same rows.
 bool OwnKeys(const AttentionSpec& spec) { return !spec.raw() && !spec.cross; }
 
-BatchShare ShareOf(const AttentionSpec& spec, const AttendItem& item) {
-  return {OwnKeys(spec) ? std::max(item.rows, item.new_keys) : item.rows + item.new_keys,
-          WorkspaceBytes(spec, item)};
+// A step of a decode loop or a few tokens that it looks ahead: all sequences have few rows, which
+// take about the time of one because the weights and keys that they read count. Never cut for time.
+bool FewRows(const AttendJob& job) {
+  constexpr int64_t kFewRows = 16;
+  return std::all_of(job.sequences.begin(), job.sequences.end(), [](const SequenceJob& sequence) {
+    return std::max(sequence.rows, sequence.keys) <= kFewRows;
+  });
+}
+
+bool InSessions(const AttendJob& job) {
+  return std::any_of(job.sequences.begin(), job.sequences.end(),
+                     [](const SequenceJob& sequence) { return !sequence.session_id.empty(); });
+}
+
+// One kind of work takes equally long in equal circumstances: layers of one shape, or anything raw.
+std::array<int64_t, 8> KindOf(const AttentionSpec& spec, DType kv_dtype) {
+  const auto dtype = static_cast<int64_t>(kv_dtype);
+  if (spec.raw()) return {dtype};
+  return {dtype,        spec.d_model,  spec.context_width, spec.output_width,
+          spec.q_heads, spec.kv_heads, spec.head_dim,      spec.v_head_dim};
 }
 
 InputRows Advance(InputRows rows, int64_t count, int64_t width) {
@@ -62,24 +82,107 @@ void AddWeights(const AttendJob& job, size_t index, AttendItem& item) {
 
 }  // namespace
 
-BatchShare AttentionRuntime::WholeBatch() const {
+BatchTime& AttentionRuntime::TimeOf(const ResolvedJob& resolved) {
+  return times_[KindOf(*resolved.spec, resolved.kv_dtype)];
+}
+
+// What is left of the job, by its counts alone. It may have been checked against its sessions, or
+// not yet.
+BatchWork AttentionRuntime::WorkLeft(const AttendJob& job, const ResolvedJob& resolved) const {
+  const AttentionSpec& spec = *resolved.spec;
+  BatchWork work;
+  for (size_t s = 0; s < job.sequences.size(); ++s) {
+    const SequenceJob& sequence = job.sequences[s];
+    const Session* session = resolved.sessions[s];
+    int64_t before = sequence.cached_before;
+    if (!job.started && session != nullptr) {
+      const auto place = static_cast<size_t>(resolved.places[s]);
+      before = spec.cross ? session->history.context[place].length
+                          : sequence.position.value_or(session->history.length[place]);
+    }
+    AttendItem item;
+    item.rows = sequence.rows - sequence.rows_done;
+    item.new_keys = sequence.keys - sequence.keys_done;
+    item.cached_keys = before + sequence.keys_done;
+    item.first_row = before + sequence.keys - item.rows;
+    item.causal = job.raw_session ? spec.causal : job.causal;
+    work.Add(WorkOf(spec, resolved.kv_dtype, item));
+  }
+  return work;
+}
+
+bool AttentionRuntime::NeedsChunks(AttendJob& job) {
+  if (job.tokens() > options_.batch_tokens) return true;
+  if (FewRows(job)) return false;
+  const absl::StatusOr<ResolvedJob> resolved = Resolve(job);
+  if (!resolved.ok()) return false;
+  const double us = TimeOf(*resolved).PredictUs(WorkLeft(job, *resolved));
+  return us > double(BatchBudgetUs(options_.chunk_us, us, now_us_(), recent_));
+}
+
+// The batch's room before its first job, of which `left` is left, is in it. The pass over the
+// weights takes a part of its time.
+BatchShare AttentionRuntime::WholeBatch(const AttendJob& job, const ResolvedJob& resolved,
+                                        const BatchTime& time, const BatchWork& left) const {
   const int64_t bytes = options_.engine.workspace_bytes;
-  return {options_.batch_tokens, bytes > 0 ? bytes : kNoLimit};
+  const auto next = std::find_if(
+      job.sequences.begin(), job.sequences.end(),
+      [](const SequenceJob& sequence) { return sequence.phase != SequenceJob::Phase::kDone; });
+  double row_us = 0;
+  if (next != job.sequences.end()) {
+    const auto index = static_cast<size_t>(next - job.sequences.begin());
+    const AttendItem row = NextItem(job, index, resolved, 1);
+    row_us = time.PredictUs(WorkOf(*resolved.spec, resolved.kv_dtype, row));
+  }
+  const double budget_us =
+      std::max(double(BatchBudgetUs(options_.chunk_us, time.PredictUs(left), now_us_(), recent_)),
+               kLeastRowsTime * row_us);
+  return {options_.batch_tokens, bytes > 0 ? bytes : kNoLimit,
+          std::max(0.0, budget_us - time.PredictUs({.weights = left.weights}))};
+}
+
+BatchShare AttentionRuntime::ShareOf(const AttendItem& item, const ResolvedJob& resolved,
+                                     const BatchTime& time) const {
+  const AttentionSpec& spec = *resolved.spec;
+  BatchWork work = WorkOf(spec, resolved.kv_dtype, item);
+  work.weights = 0;
+  const bool own_keys = OwnKeys(spec);
+  return {own_keys ? std::max(item.rows, item.new_keys) : item.rows + item.new_keys,
+          WorkspaceBytes(spec, item), time.PredictUs(work)};
 }
 
 // Adds what fits of the job to the batch. kEnded with OK: all of it is in.
 BatchOutcome::Job AttentionRuntime::AddJob(size_t index, AttendBatch& batch) {
   AttendJob& job = *batch.jobs[index];
+  const ResolvedJob& resolved = batch.resolved[index];
   BatchOutcome::Job result;
+  BatchTime& time = TimeOf(resolved);
+  const bool few_rows = FewRows(job);
+  BatchWork left = WorkLeft(job, resolved);
+  if (!batch.items.empty() && !few_rows) {
+    BatchWork beside = left;
+    beside.weights = 0;
+    if (time.PredictUs(beside) > batch.room.us) return result;
+  }
   if (!job.started) {
     const int64_t tokens = job.tokens();
     if (!batch.items.empty() && tokens > batch.room.tokens && tokens <= options_.batch_tokens) {
       return result;
     }
-    if (absl::Status status = Begin(job, batch.resolved[index]); !status.ok()) {
+    if (absl::Status status = Begin(job, resolved); !status.ok()) {
       return {BatchOutcome::State::kEnded, std::move(status), 0};
     }
+    if (few_rows && InSessions(job)) {
+      recent_.append_us = now_us_();
+    } else if (few_rows || time.PredictUs(left) <= double(options_.chunk_us)) {
+      recent_.short_us = now_us_();
+    }
   }
+  if (batch.items.empty()) {
+    batch.time = &time;
+    batch.whole = batch.room = WholeBatch(job, resolved, time, left);
+  }
+  batch.any_time = few_rows;
   const int64_t tokens_before = batch.outcome.tokens;
   bool complete = true;
   for (size_t s = 0; s < job.sequences.size() && complete; ++s) {
@@ -133,35 +236,20 @@ AttendItem AttentionRuntime::NextItem(const AttendJob& job, size_t index,
   return item;
 }
 
-// Rows that take about chunk_us.
-int64_t AttentionRuntime::RowsInTime(const AttentionSpec& spec, const AttendItem& whole) const {
-  if (flops_per_us_ <= 0) return std::min(kFirstChunkRows, options_.batch_tokens);
-  AttendItem chunk = whole;
-  chunk.rows = std::min<int64_t>(chunk.rows, kBlockTokens);
-  chunk.new_keys = std::min<int64_t>(chunk.new_keys, kBlockTokens);
-  const double us = ItemFlops(spec, chunk) / flops_per_us_;
-  const double blocks = static_cast<double>(options_.chunk_us) / std::max(us, 1e-3);
-  const int64_t most = std::max<int64_t>(1, options_.batch_tokens / kBlockTokens);
-  return kBlockTokens * std::clamp<int64_t>(static_cast<int64_t>(blocks), 1, most);
-}
-
-// The longest chunk of the sequence that takes no more than chunk_us and has room in the batch:
-// whole blocks, or in an empty batch whatever fits, at least one row. 0: none in this batch.
+// Rows of the sequence's next chunk: as many as the batch has room for. 0: none in this batch; in
+// an empty one at least one row. Before many rows of such work were timed, a chunk has enough of
+// them to be a measure.
 int64_t AttentionRuntime::ChunkRows(const AttendJob& job, size_t index, const ResolvedJob& resolved,
                                     const AttendBatch& batch) const {
-  const AttentionSpec& spec = *resolved.spec;
-  int64_t fits = 0;
-  int64_t most = RowsInTime(spec, NextItem(job, index, resolved, kNoLimit));
-  while (fits < most) {
-    const int64_t rows = most - (most - fits) / 2;
-    if (ShareOf(spec, NextItem(job, index, resolved, rows)).Within(batch.room)) {
-      fits = rows;
-    } else {
-      most = rows - 1;
-    }
-  }
-  if (fits >= kBlockTokens) return fits / kBlockTokens * kBlockTokens;
-  return batch.items.empty() ? std::max<int64_t>(1, fits) : 0;
+  const AttendItem whole = NextItem(job, index, resolved, kNoLimit);
+  const bool known = batch.time->Known(WorkOf(*resolved.spec, resolved.kv_dtype, whole));
+  const int64_t rows = MostRows(std::max(whole.rows, whole.new_keys), [&](int64_t most) {
+    BatchShare share = ShareOf(NextItem(job, index, resolved, most), resolved, *batch.time);
+    if (batch.any_time || (!known && most <= StageTime::kManyRows)) share.us = 0;
+    return share.Within(batch.room);
+  });
+  if (batch.items.empty()) return std::max<int64_t>(1, rows);
+  return rows >= kBlockTokens ? rows : 0;
 }
 
 // Adds what fits of the sequence; false when it has to wait for another batch, or for scratch.
@@ -185,8 +273,10 @@ bool AttentionRuntime::AddChunk(size_t index, size_t sequence_index, AttendBatch
     sequence.phase = SequenceJob::Phase::kDone;
     return true;
   }
-  if (const BatchShare whole = ShareOf(spec, item); !whole.Within(batch.room)) {
-    if (!batch.items.empty() && whole.Within(WholeBatch())) return false;
+  BatchShare share = ShareOf(item, resolved, *batch.time);
+  if (batch.any_time) share.us = 0;
+  if (!share.Within(batch.room)) {
+    if (!batch.items.empty() && share.Within(batch.whole)) return false;
     const int64_t rows = ChunkRows(job, sequence_index, resolved, batch);
     if (rows == 0) return false;
     item = NextItem(job, sequence_index, resolved, rows);
@@ -203,12 +293,13 @@ bool AttentionRuntime::AddChunk(size_t index, size_t sequence_index, AttendBatch
   if (sequence.rows_done == sequence.rows && sequence.keys_done == sequence.keys) {
     sequence.phase = SequenceJob::Phase::kDone;
   }
-  const BatchShare share = ShareOf(spec, item);
+  share = ShareOf(item, resolved, *batch.time);
   batch.room.tokens = std::max<int64_t>(0, batch.room.tokens - share.tokens);
   batch.room.workspace_bytes =
       std::max<int64_t>(0, batch.room.workspace_bytes - share.workspace_bytes);
+  batch.room.us = std::max(0.0, batch.room.us - share.us);
   batch.outcome.tokens += share.tokens;
-  batch.flops += ItemFlops(spec, item);
+  batch.work.Add(WorkOf(spec, resolved.kv_dtype, item));
   batch.items.push_back(item);
   return true;
 }

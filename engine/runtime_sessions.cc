@@ -77,6 +77,13 @@ absl::StatusOr<SessionState> AttentionRuntime::OpenSession(const OpenSessionArgu
   if (arguments.max_tokens < 0) {
     return InvalidField("max_tokens", std::to_string(arguments.max_tokens), "0 or more");
   }
+  if (arguments.model < 0 && arguments.raw_kv_dtype == DType::kI8 && !info().keeps_i8) {
+    return MakeError(absl::StatusCode::kUnimplemented,
+                     {.reason = Reason::kUnsupported,
+                      .field = "raw.kv_dtype",
+                      .got = "I8",
+                      .wanted = "F32, BF16, F16 or unspecified on " + info().engine});
+  }
   auto session = std::make_unique<Session>();
   session->model = arguments.model;
   session->max_tokens = arguments.max_tokens;

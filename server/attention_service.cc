@@ -22,6 +22,7 @@ constexpr int64_t kBuffersKeptBytes = int64_t{256} << 20;
 // A call slower than this is logged although it succeeded.
 constexpr int64_t kSlowUs = 1000000;
 constexpr size_t kLoggedBytes = 128;  // of a name that a request brought
+double Seconds(int64_t us) { return static_cast<double>(us) * 1e-6; }
 
 // "QUEUE_FULL", as in the contract.
 std::string ReasonName(Reason reason) { return v1::Reason_Name(static_cast<v1::Reason>(reason)); }
@@ -77,6 +78,7 @@ class AttendMethod : public Method {
                MethodKind kind)
       : Method(std::move(name), kind), parts_(parts) {
     context_.models = &parts.runtime->models();
+    context_.max_head_dim = parts.runtime->info().max_head_dim;
     context_.buffers = std::move(buffers);
     context_.request_tokens = parts.options->limits.request_tokens;
     context_.response_bytes = parts.options->limits.response_bytes;
@@ -115,8 +117,7 @@ class AttendMethod : public Method {
       kept->jobs[item] = converted->job;
     }
     if (call->cancelled()) job.cancelled.store(true);
-    std::shared_ptr<AttendJob> submitted = converted->job;
-    parts_.batcher->Submit(std::move(submitted),
+    parts_.batcher->Submit(converted->job,
                            [this, call, kept, item, converted, slot](absl::Status status) {
                              {
                                std::lock_guard<std::mutex> lock(kept->mutex);
@@ -269,8 +270,6 @@ class AttendMethod : public Method {
                           {"message", std::string(status.message())}});
   }
 
-  static double Seconds(int64_t us) { return static_cast<double>(us) * 1e-6; }
-
   const ServiceParts& parts_;
   ConvertContext context_;
 };
@@ -395,6 +394,7 @@ AttentionService::AttentionService(ServiceParts given) : parts_(std::move(given)
         if (parts.state->refusing.load()) return done(Draining(), kModelNone);
         ConvertContext context;
         context.models = &parts.runtime->models();
+        context.max_head_dim = parts.runtime->info().max_head_dim;
         absl::StatusOr<OpenSessionArguments> arguments = ConvertOpenSession(context, request);
         if (!arguments.ok()) return done(arguments.status(), kModelNone);
         on_session("", done, [arguments = *arguments](AttentionRuntime& runtime) {

@@ -12,9 +12,24 @@ void BatchQueue::Push(TaskId id, TaskFacts facts) {
   for (const std::string& session : facts.session_ids) {
     sessions_[session].push_back({id, facts.layer});
   }
-  const bool fresh = tasks_.emplace(id, std::move(facts)).second;
+  const auto [task, fresh] = tasks_.emplace(id, Task{std::move(facts), ++last_turn_});
   CHECK(fresh);
-  waiting_.push_back(id);
+  task->second.place = waiting_.insert(waiting_.end(), id);
+}
+
+// Who came before it goes before its first chunk.
+void BatchQueue::SetLong(TaskId id) {
+  Task& task = tasks_.at(id);
+  if (task.is_long) return;
+  task.is_long = true;
+  ++long_tasks_;
+  before_chunk_ = std::max(before_chunk_, task.turn);
+}
+
+void BatchQueue::ChunkEnded(TaskId id) {
+  if (chunk_ != id) return;
+  chunk_.reset();
+  before_chunk_ = last_turn_;
 }
 
 bool BatchQueue::MayRun(TaskId id, const TaskFacts& facts) const {
@@ -30,39 +45,82 @@ bool BatchQueue::MayRun(TaskId id, const TaskFacts& facts) const {
   return true;
 }
 
+// The task that sets the kind of the next batch.
+std::list<TaskId>::iterator BatchQueue::First() {
+  auto first_long = waiting_.end();
+  auto first_short = waiting_.end();
+  for (auto at = waiting_.begin(); at != waiting_.end(); ++at) {
+    const Task& task = tasks_.at(*at);
+    const bool early = !task.is_long && (long_tasks_ == 0 || task.turn <= before_chunk_);
+    auto& first = task.is_long ? first_long : first_short;
+    const bool wanted = early || (first == waiting_.end() && !(task.is_long && chunk_.has_value()));
+    if (!wanted || !MayRun(*at, task.facts)) continue;
+    if (early) return at;
+    first = at;
+  }
+  return first_long != waiting_.end() ? first_long : first_short;
+}
+
+// The task at `at` no longer waits; gives the one behind it.
+std::list<TaskId>::iterator BatchQueue::Take(std::list<TaskId>::iterator at) {
+  tasks_.at(*at).place.reset();
+  return waiting_.erase(at);
+}
+
 std::vector<TaskId> BatchQueue::Next(int64_t token_budget) {
-  std::vector<TaskId> batch;
-  uint64_t kind = 0;
-  int64_t tokens = 0;
-  for (auto at = waiting_.begin(); at != waiting_.end();) {
-    const TaskFacts& facts = tasks_.at(*at);
-    const bool fits = batch.empty() || (facts.kind == kind && kind != TaskFacts::kAlone);
-    if (!fits || !MayRun(*at, facts)) {
+  const auto first = First();
+  if (first == waiting_.end()) return {};
+  const Task& leader = tasks_.at(*first);
+  std::vector<TaskId> batch{*first};
+  Take(first);
+  if (leader.is_long) chunk_ = batch.front();
+  if (leader.is_long || leader.facts.kind == TaskFacts::kAlone) return batch;
+  int64_t tokens = leader.facts.tokens;
+  for (auto at = waiting_.begin(); at != waiting_.end() && tokens < token_budget;) {
+    const Task& task = tasks_.at(*at);
+    if (task.is_long || task.facts.kind != leader.facts.kind || !MayRun(*at, task.facts)) {
       ++at;
       continue;
     }
-    kind = facts.kind;
-    tokens += facts.tokens;
+    tokens += task.facts.tokens;
     batch.push_back(*at);
-    at = waiting_.erase(at);
-    if (kind == TaskFacts::kAlone || tokens >= token_budget) break;
+    at = Take(at);
   }
   return batch;
 }
 
-void BatchQueue::BackToTail(TaskId id) { waiting_.push_back(id); }
+void BatchQueue::Postpone(TaskId id) {
+  const Task& task = tasks_.at(id);
+  CHECK(task.place.has_value());
+  waiting_.splice(waiting_.end(), waiting_, *task.place);
+}
 
-void BatchQueue::BackToHead(TaskId id) { waiting_.push_front(id); }
+void BatchQueue::BackToTail(TaskId id) {
+  Task& task = tasks_.at(id);
+  CHECK(!task.place.has_value());
+  task.turn = ++last_turn_;
+  task.place = waiting_.insert(waiting_.end(), id);
+  ChunkEnded(id);
+}
+
+void BatchQueue::BackToHead(TaskId id) {
+  Task& task = tasks_.at(id);
+  CHECK(!task.place.has_value());
+  task.place = waiting_.insert(waiting_.begin(), id);
+  if (chunk_ == id) chunk_.reset();
+}
 
 void BatchQueue::Remove(TaskId id) {
   const auto found = tasks_.find(id);
   CHECK(found != tasks_.end());
-  for (const std::string& session : found->second.session_ids) {
+  ChunkEnded(id);
+  if (found->second.is_long) --long_tasks_;
+  for (const std::string& session : found->second.facts.session_ids) {
     std::deque<Use>& uses = sessions_.at(session);
     std::erase_if(uses, [id](const Use& use) { return use.id == id; });
     if (uses.empty()) sessions_.erase(session);
   }
-  std::erase(waiting_, id);
+  if (found->second.place.has_value()) waiting_.erase(*found->second.place);
   tasks_.erase(found);
 }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/batcher.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -44,6 +46,7 @@ Batcher::Batcher(AttentionRuntime& runtime, int64_t batch_tokens, std::function<
 
 void Batcher::Start() {
   thread_ = std::thread([this] { Loop(); });
+  pthread_setname_np(thread_.native_handle(), "attend-engine");
 }
 
 Batcher::~Batcher() { Stop(absl::UnavailableError("the server stops")); }
@@ -58,6 +61,7 @@ void Batcher::Push(TaskFacts facts, Task task) {
       if (task.job != nullptr) {
         ++stats_.queue_requests;
         stats_.queue_tokens += task.tokens;
+        fresh_.push_back(id);
       }
       queue_.Push(id, std::move(facts));
       tasks_.emplace(id, std::move(task));
@@ -144,19 +148,33 @@ void Batcher::EndTask(TaskId id, absl::Status status) {
   if (task.job != nullptr || !status.ok()) task.done(std::move(status));
 }
 
+int64_t Batcher::PredictUs(int64_t tokens) const {
+  const bool known = full_tokens_per_ms_ > 0 && runtime_.info().enough_rows > 0;
+  return known ? int64_t(1000.0 * double(tokens) / full_tokens_per_ms_) : 0;
+}
+
 // Ends waiting jobs that were cancelled or whose deadline passed: dead work is never launched.
+// Those that would be answered too late go last: an engine that has nothing better to do tries
+// them.
 void Batcher::EndExpired() {
   const int64_t now = now_us_();
   std::vector<std::pair<TaskId, std::shared_ptr<AttendJob>>> dead;
+  std::vector<TaskId> late;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     look_ = false;
+    const int64_t beside = std::min(runtime_.info().enough_rows, stats_.queue_tokens);
     for (TaskId id : queue_.waiting()) {
       const std::shared_ptr<AttendJob>& job = tasks_.at(id).job;
-      if (job != nullptr && (job->cancelled.load() || now > job->deadline_us)) {
+      if (job == nullptr) continue;
+      if (job->cancelled.load() || now > job->deadline_us) {
         dead.emplace_back(id, job);
+      } else if (!job->started &&
+                 now + PredictUs(std::max(beside, job->tokens())) > job->deadline_us) {
+        late.push_back(id);
       }
     }
+    for (TaskId id : late) queue_.Postpone(id);
   }
   for (auto& [id, job] : dead) {
     runtime_.Abandon(*job);
@@ -231,6 +249,11 @@ void Batcher::Finish(Running running) {
     const double rate =
         1000.0 * double(outcome.tokens) / double(std::max<int64_t>(1, outcome.compute_us));
     tokens_per_ms_ = tokens_per_ms_ <= 0 ? rate : 0.8 * tokens_per_ms_ + 0.2 * rate;
+    // Decode steps have far fewer tokens in a millisecond: they foretell nothing of other work.
+    if (2 * outcome.tokens >= runtime_.info().enough_rows) {
+      full_tokens_per_ms_ =
+          full_tokens_per_ms_ <= 0 ? rate : 0.8 * full_tokens_per_ms_ + 0.2 * rate;
+    }
   }
   observer_(outcome);
   for (size_t i = 0; i < running.ids.size(); ++i) {
@@ -238,17 +261,38 @@ void Batcher::Finish(Running running) {
       EndTask(running.ids[i], outcome.jobs[i].status);
     } else if (outcome.jobs[i].state == BatchOutcome::State::kContinues) {
       std::lock_guard<std::mutex> lock(mutex_);
+      queue_.SetLong(running.ids[i]);
       queue_.BackToTail(running.ids[i]);
     }
   }
 }
 
+// Tells the queue which of the new jobs are long; the runtime knows.
+void Batcher::FindLong() {
+  std::vector<std::pair<TaskId, std::shared_ptr<AttendJob>>> jobs;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (TaskId id : std::exchange(fresh_, {})) {
+      if (const auto found = tasks_.find(id); found != tasks_.end()) {
+        jobs.emplace_back(id, found->second.job);
+      }
+    }
+  }
+  for (const auto& [id, job] : jobs) {
+    if (!runtime_.NeedsChunks(*job)) continue;
+    std::lock_guard<std::mutex> lock(mutex_);
+    queue_.SetLong(id);
+  }
+}
+
 // Starts the next batch or runs a session call; false when there is nothing that can start.
 bool Batcher::StartNext() {
+  FindLong();
+  const int64_t enough = runtime_.info().enough_rows;
   std::vector<TaskId> ids;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    ids = queue_.Next(batch_tokens_);
+    ids = queue_.Next(enough > 0 ? std::min(enough, batch_tokens_) : batch_tokens_);
     for (TaskId id : ids) Count(tasks_.at(id), true);
     if (!ids.empty()) unpublished_ = true;
   }

@@ -97,7 +97,9 @@ class Batcher {
   void RunControl(TaskId id);
   void EndTask(TaskId id, absl::Status status);
   void EndExpired();
+  int64_t PredictUs(int64_t tokens) const;  // engine thread; 0 = unknown
   void Publish();
+  void FindLong();
   Task* Find(TaskId id);
   void Count(Task& task, bool begun);  // mutex_ is held
   void Changed();                      // mutex_ is held
@@ -113,6 +115,7 @@ class Batcher {
   BatchQueue queue_;                        // guarded by mutex_
   std::unordered_map<TaskId, Task> tasks_;  // guarded by mutex_
   TaskId next_id_ = 1;                      // guarded by mutex_
+  std::vector<TaskId> fresh_;               // guarded by mutex_: jobs that came since FindLong
   bool unpublished_ = false;          // guarded by mutex_: work was done since stats_ was filled
   bool look_ = false;                 // guarded by mutex_: a waiting job was cancelled
   bool stopping_ = false;             // guarded by mutex_
@@ -122,6 +125,7 @@ class Batcher {
   std::deque<Running> in_flight_;     // engine thread; oldest first
   int64_t published_us_ = 0;          // engine thread
   double tokens_per_ms_ = 0;          // engine thread
+  double full_tokens_per_ms_ = 0;     // engine thread; of batches of many rows
   std::atomic<bool> engine_failed_{false};
   std::thread thread_;
 };

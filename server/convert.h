@@ -27,6 +27,7 @@ struct ConvertContext {
   std::shared_ptr<BufferPool> buffers;
   int64_t request_tokens = 65536;     // Limits.request_tokens
   int64_t response_bytes = 83886080;  // Limits.response_bytes
+  int max_head_dim = kMaxHeadDim;     // EngineInfo.max_head_dim
   std::string replica;
 };
 

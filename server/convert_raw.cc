@@ -71,29 +71,34 @@ struct RawTensors {
   RequestTensor q, k, v;
 };
 
-absl::StatusOr<RequestTensor> CheckRawTensor(const TensorSource& source, const char* wanted) {
+absl::StatusOr<RequestTensor> CheckRawTensor(const ConvertContext& context,
+                                             const TensorSource& source, const char* wanted) {
   ASSIGN_OR_RETURN(RequestTensor tensor, CheckTensor(source, 3, 3, wanted));
   if (!tensor.present) return tensor;
   const std::string field = absl::StrCat(source.field, ".shape");
   if (tensor.shape[1] < 1 || tensor.shape[1] > kMaxHeads) {
     return ShapeError(field, tensor.shape, absl::StrCat("1 .. ", kMaxHeads, " heads"));
   }
-  if (tensor.shape[2] < 1 || tensor.shape[2] > kMaxHeadDim) {
-    return ShapeError(field, tensor.shape, absl::StrCat("heads of 1 .. ", kMaxHeadDim));
+  if (tensor.shape[2] < 1 || tensor.shape[2] > context.max_head_dim) {
+    return ShapeError(field, tensor.shape, absl::StrCat("heads of 1 .. ", context.max_head_dim));
   }
   tensor.row_bytes = tensor.shape[1] * tensor.shape[2] * DTypeBytes(tensor.dtype);
   return tensor;
 }
 
-absl::StatusOr<RawTensors> CheckRawTensors(const ReceivedAttend& request, bool in_sessions) {
+absl::StatusOr<RawTensors> CheckRawTensors(const ConvertContext& context,
+                                           const ReceivedAttend& request, bool in_sessions) {
   RawTensors tensors;
   const v1::RawInput& raw = request.request.raw();
-  ASSIGN_OR_RETURN(tensors.q, CheckRawTensor({"raw.q", raw.has_q(), raw.q(), request.raw_q},
-                                             "[rows, q_heads, head_dim]"));
-  ASSIGN_OR_RETURN(tensors.k, CheckRawTensor({"raw.k", raw.has_k(), raw.k(), request.raw_k},
-                                             "[key rows, kv_heads, head_dim]"));
-  ASSIGN_OR_RETURN(tensors.v, CheckRawTensor({"raw.v", raw.has_v(), raw.v(), request.raw_v},
-                                             "[key rows, kv_heads, v_head_dim]"));
+  ASSIGN_OR_RETURN(tensors.q,
+                   CheckRawTensor(context, {"raw.q", raw.has_q(), raw.q(), request.raw_q},
+                                  "[rows, q_heads, head_dim]"));
+  ASSIGN_OR_RETURN(tensors.k,
+                   CheckRawTensor(context, {"raw.k", raw.has_k(), raw.k(), request.raw_k},
+                                  "[key rows, kv_heads, head_dim]"));
+  ASSIGN_OR_RETURN(tensors.v,
+                   CheckRawTensor(context, {"raw.v", raw.has_v(), raw.v(), request.raw_v},
+                                  "[key rows, kv_heads, v_head_dim]"));
   const auto& [q, k, v] = tensors;
   for (const auto* tensor : {&q, &k, &v}) {
     if (!in_sessions && !tensor->present) {
@@ -207,20 +212,21 @@ absl::Status AddRawSequences(const v1::AttendRequest& request, Draft& draft) {
   return CheckSum("context_length", keys.taken(), k_rows, "raw.k");
 }
 
-absl::Status SetLayout(const v1::RawLayout& layout, OpenSessionArguments& arguments) {
+absl::Status SetLayout(const ConvertContext& context, const v1::RawLayout& layout,
+                       OpenSessionArguments& arguments) {
   RETURN_IF_ERROR(CheckRange("raw.layers", layout.layers(), 1, kMaxRawLayers));
   RETURN_IF_ERROR(CheckRange("raw.q_heads", layout.q_heads(), 1, kMaxHeads));
   RETURN_IF_ERROR(CheckRange("raw.kv_heads", layout.kv_heads(), 1, kMaxHeads));
   RETURN_IF_ERROR(CheckGroups("raw.kv_heads", layout.q_heads(), layout.kv_heads()));
-  RETURN_IF_ERROR(CheckRange("raw.head_dim", layout.head_dim(), 1, kMaxHeadDim));
-  RETURN_IF_ERROR(CheckRange("raw.v_head_dim", layout.v_head_dim(), 0, kMaxHeadDim));
+  RETURN_IF_ERROR(CheckRange("raw.head_dim", layout.head_dim(), 1, context.max_head_dim));
+  RETURN_IF_ERROR(CheckRange("raw.v_head_dim", layout.v_head_dim(), 0, context.max_head_dim));
   const int dtype = layout.kv_dtype();
-  if (dtype == v1::DTYPE_I8) return Unsupported("raw.kv_dtype", "I8");
-  if (dtype != v1::DTYPE_UNSPECIFIED && !IsFloat(static_cast<DType>(dtype))) {
+  if (dtype != v1::DTYPE_UNSPECIFIED && dtype != v1::DTYPE_I8 &&
+      !IsFloat(static_cast<DType>(dtype))) {
     return InvalidField(
         "raw.kv_dtype",
         v1::DType_IsValid(dtype) ? DTypeName(static_cast<DType>(dtype)) : absl::StrCat(dtype),
-        "F32, BF16, F16 or unspecified");
+        "F32, BF16, F16, I8 or unspecified");
   }
   AttentionSpec& spec = arguments.raw_spec;
   spec.q_heads = layout.q_heads();
@@ -235,11 +241,12 @@ absl::Status SetLayout(const v1::RawLayout& layout, OpenSessionArguments& argume
 
 }  // namespace
 
-absl::StatusOr<Draft> DraftRawRequest(const ConvertContext&, const ReceivedAttend& request) {
+absl::StatusOr<Draft> DraftRawRequest(const ConvertContext& context,
+                                      const ReceivedAttend& request) {
   const v1::AttendRequest& head = request.request;
   const bool in_sessions = head.sequences_size() > 0 && !head.sequences(0).session_id().empty();
   RETURN_IF_ERROR(CheckRawOnly(head, in_sessions));
-  ASSIGN_OR_RETURN(RawTensors tensors, CheckRawTensors(request, in_sessions));
+  ASSIGN_OR_RETURN(RawTensors tensors, CheckRawTensors(context, request, in_sessions));
   Draft draft;
   draft.query = std::move(tensors.q);
   draft.keys = std::move(tensors.k);
@@ -278,7 +285,7 @@ absl::StatusOr<OpenSessionArguments> ConvertOpenSession(const ConvertContext& co
     if (!request.model().empty()) {
       return InvalidField("model", Quoted(request.model()), "none: raw is set");
     }
-    RETURN_IF_ERROR(SetLayout(request.raw(), arguments));
+    RETURN_IF_ERROR(SetLayout(context, request.raw(), arguments));
   } else {
     ASSIGN_OR_RETURN(arguments.model, FindModel(*context.models, request.model()));
   }

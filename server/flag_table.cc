@@ -173,14 +173,21 @@ void AddModelAndEngine(Table& table) {
                "Products of BF16 weights; auto goes by CPU model, on CUDA it is bf16. F32 weights "
                "compute in fp32, with tf32 (CUDA only) in TF32.");
   table.Choice(
-      "kv_dtype", "auto", {"auto", "f32", "bf16", "f16"},
+      "weight_dtype", Options{}.weight_dtype, {"auto", "i8"}, store(&Options::weight_dtype),
+      "How weights are kept; auto is as in the checkpoint. i8: rounded at load with a scale "
+      "per output, and inputs with one per row (CPU only).");
+  table.Choice(
+      "kv_dtype", "auto", {"auto", "f32", "bf16", "f16", "i8"},
       [](const std::string& value, Options& options) {
         options.kv_dtype = value == "f32"    ? DType::kF32
                            : value == "bf16" ? DType::kBF16
                            : value == "f16"  ? DType::kF16
+                           : value == "i8"   ? DType::kI8
                                              : DType::kUnspecified;
       },
-      "How keys and values are stored; auto is bf16 for BF16 models, else f32.");
+      "How keys and values are stored; auto is bf16 for BF16 models, else f32. i8: with a scale "
+      "per "
+      "head and row (CPU only).");
 }
 
 void AddLimits(Table& table) {
@@ -223,7 +230,8 @@ void AddLimits(Table& table) {
 
 void AddOperation(Table& table) {
   table.Integer("chunk_us", FIELD(chunk_us), "us", 100, 60000000,
-                "Predicted time above which work is cut into chunks.");
+                "Predicted time of a chunk of long work while sessions append: small keeps appends "
+                "fast, large the long work.");
   table.Integer("drain_delay", FIELD(drain_delay_seconds), "s", 0, 3600,
                 "Time from the signal to stop during which everything is still served.");
   table.Integer("drain_limit", FIELD(drain_limit_seconds), "s", 0, 86400,

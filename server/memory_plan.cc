@@ -35,8 +35,9 @@ int64_t KvBlockBytes(const Options& options, const Checkpoint& checkpoint,
 }
 
 // The CPU multiplies F16 weights as F32, CUDA every type as it is, unless told to compute in fp32.
-int64_t PackedBytes(const ModelLayer& layer, const std::string& compute, bool cuda) {
-  const bool widened = cuda ? compute == "fp32" && DTypeBytes(layer.weight_dtype) == 2
+int64_t PackedBytes(const ModelLayer& layer, const Options& options, bool cuda) {
+  if (options.weight_dtype == "i8") return layer.weight_bytes / DTypeBytes(layer.weight_dtype);
+  const bool widened = cuda ? options.compute == "fp32" && DTypeBytes(layer.weight_dtype) == 2
                             : layer.weight_dtype == DType::kF16;
   return layer.weight_bytes * (widened ? 2 : 1);
 }
@@ -57,7 +58,7 @@ MemoryPlan PlanMemory(const Options& options, const DeviceChoice& device,
   int64_t row_bytes = 0;
   for (const auto& [name, checkpoint] : checkpoints) {
     for (const ModelLayer& layer : checkpoint.layers) {
-      plan.weights += PackedBytes(layer, options.compute, plan.cuda);
+      plan.weights += PackedBytes(layer, options, plan.cuda);
       row_bytes = std::max(row_bytes,
                            plan.cuda ? WorkspaceRowBytes(layer.spec) : ActivationBytes(layer.spec));
       const int64_t sequence = KvBlockBytes(options, checkpoint, layer.spec) *

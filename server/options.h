@@ -54,6 +54,7 @@ struct Options {
   std::string device = "auto";           // EngineOptions.device
   std::string isa = "auto";              // EngineOptions.isa
   std::string compute = "auto";          // EngineOptions.compute
+  std::string weight_dtype = "auto";     // EngineOptions.weight_dtype
   DType kv_dtype = DType::kUnspecified;  // RuntimeOptions.kv_dtype; unspecified = auto
   int64_t threads = 1;                   // set by ParseOptions: Machine.cores
   Limits limits = {};

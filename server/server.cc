@@ -27,7 +27,7 @@ constexpr int64_t kDrainTickMs = 20;
 constexpr std::chrono::seconds kLastAnswers{2};
 // Time for answers that were given to gRPC to reach the kernel; usually microseconds.
 constexpr milliseconds kLastWrites{100};
-// Two queue threads serve small machines best; more help only where compute does not own the cores.
+// One completion-queue thread for so many threads of the engine; more take cores from it.
 constexpr int64_t kCoresPerQueueThread = 4;
 
 int64_t NowUs() {
@@ -78,6 +78,13 @@ absl::Status Server::SettleDevice() {
         "--compute: got \"tf32\", wanted auto|fp32|bf16, as the CPU computes" +
         (device_.why.empty() ? "" : ": " + device_.why));
   }
+  const bool i8 = options_.kv_dtype == DType::kI8 || options_.weight_dtype == "i8";
+  if (i8 && device_.device == "cuda") {
+    return absl::InvalidArgumentError(
+        options_.weight_dtype == "i8"
+            ? "--weight_dtype: got \"i8\", wanted auto, as only the CPU computes with it"
+            : "--kv_dtype: got \"i8\", wanted auto|f32|bf16|f16, as only the CPU keeps it");
+  }
   return absl::OkStatus();
 }
 
@@ -120,6 +127,7 @@ absl::Status Server::Start() {
   runtime.engine.device = device_.device;
   runtime.engine.isa = options_.isa;
   runtime.engine.compute = options_.compute;
+  runtime.engine.weight_dtype = options_.weight_dtype;
   runtime.engine.threads = static_cast<int>(options_.threads);
   runtime.engine.kv_bytes = memory_.kv / 4096 * 4096;
   runtime.engine.scratch_bytes = memory_.scratch / 4096 * 4096;
@@ -184,7 +192,7 @@ absl::Status Server::OpenPorts() {
   DispatcherSettings settings;
   settings.listen = options_.listen;
   settings.queue_threads =
-      static_cast<int>(std::max<int64_t>(2, options_.threads / kCoresPerQueueThread));
+      static_cast<int>(std::max<int64_t>(1, options_.threads / kCoresPerQueueThread));
   settings.max_receive_bytes = 2 * options_.limits.message_bytes;
   settings.resource_quota_bytes = memory_.queue + (int64_t{64} << 20);
   settings.connection_age = std::chrono::seconds(options_.connection_age_seconds);

@@ -380,9 +380,9 @@ class RawLayout:
 
     layers: 1 or more
     kv_heads: divides q_heads
-    head_dim: 1..256
-    v_head_dim: 1..256; 0 = head_dim
-    kv_dtype: F32 (default), BF16 or F16
+    head_dim: 1..1024 (on a GPU 256)
+    v_head_dim: 1..1024 (on a GPU 256); 0 = head_dim
+    kv_dtype: F32 (default), BF16, F16 or I8 (CPU only)
     """
     layers: int = _wire(1, "int32")
     q_heads: int = _wire(2, "int32")

@@ -5,13 +5,12 @@
 #include "engine/cpu/attention_kernel.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "engine/cpu/attention_tile.h"
+#include "engine/cpu/kv_append.h"
 #include "engine/cpu/kv_blocks.h"
-#include "engine/cpu/row_convert.h"
 
 namespace attend {
 namespace {
@@ -23,6 +22,8 @@ constexpr int64_t kMaxTileRows = 96;
 constexpr int64_t kMinTileRows = 12;
 // Tiles per worker that even out their different costs.
 constexpr int64_t kTilesPerWorker = 2;
+// Blocks to append to per worker, and tokens per block, from which heads are not worth dividing.
+constexpr int64_t kAppendsPerWorker = 4;
 // States of all segments of a split tile are in memory together: only for low tiles.
 constexpr int64_t kMaxSplitRows = 32;
 
@@ -41,42 +42,21 @@ struct AppendTask {
   int64_t keys;
 };
 
-template <class T>
-void Transpose(const T* from, int64_t from_stride, int64_t keys, int64_t depth, T* to,
-               int64_t to_stride) {
-  for (int64_t d = 0; d < depth; ++d) {
-    for (int64_t i = 0; i < keys; ++i) to[d * to_stride + i] = from[i * from_stride + d];
-  }
-}
-
-void AppendToBlock(CpuIsa isa, const AttentionBatch& batch, const AppendTask& task) {
+void AppendToBlock(CpuIsa isa, const AttentionBatch& batch, const AppendTask& task, int head_begin,
+                   int head_end) {
   const AttendItem& item = ItemAt(batch, task.plan_index);
   const KvBlockLayout layout = LayoutOf(batch, item);
-  const KvGeometry& geometry = layout.geometry;
-  const int64_t size = DTypeBytes(geometry.dtype);
   const int64_t block = batch.plan->block_begin[task.plan_index] + task.first_key / kBlockTokens;
-  std::byte* memory = batch.kv_memory + batch.plan->block_address[block];
-  const int64_t slot = task.first_key % kBlockTokens;
   const int64_t row =
       batch.plan->new_key_begin[task.plan_index] + task.first_key - item.cached_keys;
-  alignas(64) std::byte narrow[kBlockTokens * kMaxHeadDim * sizeof(float)];
-  for (int h = 0; h < geometry.kv_heads; ++h) {
-    for (int64_t i = 0; i < task.keys; ++i) {
-      const int64_t from = (row + i) * geometry.kv_heads + h;
-      ConvertElements(isa, DType::kF32, batch.k + from * geometry.head_dim, geometry.dtype,
-                      narrow + i * geometry.head_dim * size, geometry.head_dim);
-      ConvertElements(isa, DType::kF32, batch.v + from * geometry.v_head_dim, geometry.dtype,
-                      memory + layout.ValueOffset(h) + (slot + i) * geometry.v_head_dim * size,
-                      geometry.v_head_dim);
-    }
-    std::byte* keys = memory + layout.KeyOffset(h) + slot * size;
-    if (size == 4) {
-      Transpose(reinterpret_cast<const uint32_t*>(narrow), geometry.head_dim, task.keys,
-                geometry.head_dim, reinterpret_cast<uint32_t*>(keys), layout.block_tokens);
-    } else {
-      Transpose(reinterpret_cast<const uint16_t*>(narrow), geometry.head_dim, task.keys,
-                geometry.head_dim, reinterpret_cast<uint16_t*>(keys), layout.block_tokens);
-    }
+  HeadRows rows{.slot = task.first_key % kBlockTokens,
+                .keys = task.keys,
+                .k_stride = int64_t{layout.geometry.kv_heads} * layout.geometry.head_dim,
+                .v_stride = int64_t{layout.geometry.kv_heads} * layout.geometry.v_head_dim};
+  for (rows.kv_head = head_begin; rows.kv_head < head_end; ++rows.kv_head) {
+    rows.k = batch.k + row * rows.k_stride + rows.kv_head * layout.geometry.head_dim;
+    rows.v = batch.v + row * rows.v_stride + rows.kv_head * layout.geometry.v_head_dim;
+    AppendHead(isa, layout, rows, batch.kv_memory + batch.plan->block_address[block]);
   }
 }
 
@@ -93,7 +73,14 @@ int64_t TileQueryRows(int64_t query_rows, int64_t group, int64_t wanted_rows) {
   return whole <= limit ? whole : even;
 }
 
-std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, int workers) {
+// Products of bf16 pairs: by the layer's choice, where the blocks hold what is bf16 exactly.
+bool UsesDot(CpuIsa isa, const AttentionBatch& batch) {
+  const DType kv_dtype = batch.plan->kv_dtype;
+  return batch.compute == DType::kBF16 && isa == CpuIsa::kAvx512 &&
+         (kv_dtype == DType::kBF16 || kv_dtype == DType::kI8);
+}
+
+std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, bool dot, int workers) {
   const BatchPlan& plan = *batch.plan;
   const AttentionSpec& spec = *plan.spec;
   const int64_t wanted_rows = std::clamp(
@@ -107,6 +94,7 @@ std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, int workers
     tile.item = &item;
     tile.layout = LayoutOf(batch, item);
     tile.kv_memory = batch.kv_memory;
+    tile.dot = dot;
     tile.blocks = plan.block_address.data() + plan.block_begin[p];
     tile.q = batch.q + plan.row_begin[p] * spec.q_heads * spec.head_dim;
     tile.output = batch.output + plan.row_begin[p] * spec.q_heads * spec.v_head_dim;
@@ -178,13 +166,25 @@ void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) {
       key = end;
     }
   }
-  pool.ParallelFor(static_cast<int64_t>(tasks.size()),
-                   [&](int64_t task, int) { AppendToBlock(isa, batch, tasks[task]); });
+  // Heads apart where blocks alone would not keep all workers busy to the end.
+  const int heads = batch.plan->spec->kv_heads;
+  const auto blocks = static_cast<int64_t>(tasks.size());
+  const bool apart = blocks < kAppendsPerWorker * pool.workers() &&
+                     batch.plan->key_rows > blocks * kAppendsPerWorker;
+  if (!apart) {
+    pool.ParallelFor(blocks,
+                     [&](int64_t task, int) { AppendToBlock(isa, batch, tasks[task], 0, heads); });
+    return;
+  }
+  pool.ParallelFor(blocks * heads, [&](int64_t task, int) {
+    const int head = static_cast<int>(task % heads);
+    AppendToBlock(isa, batch, tasks[task / heads], head, head + 1);
+  });
 }
 
 void Attend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) {
   const TileFunctions& functions = TileFunctionsFor(isa);
-  const std::vector<AttentionTile> tiles = CutIntoTiles(batch, pool.workers());
+  const std::vector<AttentionTile> tiles = CutIntoTiles(batch, UsesDot(isa, batch), pool.workers());
   const TileTasks made = MakeTasks(tiles, pool.workers());
   float* states = nullptr;
   if (made.state_floats > 0) {

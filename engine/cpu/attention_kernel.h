@@ -31,16 +31,21 @@ struct AttentionBatch {
   const float* v = nullptr;           // [new keys, kv_heads, v_head_dim]
   std::byte* kv_memory = nullptr;     // block addresses are offsets into it; 64-byte aligned
   float* output = nullptr;            // [query rows, q_heads, v_head_dim]
+  // BF16: queries and weights are rounded to bf16 and multiplied in pairs with keys and values
+  // (AVX512_BF16, BF16 or I8 blocks; with any other blocks the same as F32). Statistics and sums
+  // are fp32 always.
+  DType compute = DType::kF32;
 };
 
-// Rounds k and v to plan->kv_dtype and writes them to their places in the blocks.
+// Rounds or quantises k and v to plan->kv_dtype and writes them to their places in the blocks.
 void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool);
 
 // Attends all query rows; writes `output` and the asked attention weights. After AppendKeys.
 void Attend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool);
 
 // Rows between a block layout and canonical [keys, kv_heads, dim] order, in the geometry's dtype,
-// without conversion. `canonical` holds K rows, then V rows (AttentionEngine::ReadKv).
+// without conversion. `canonical` holds K rows, then V rows, for I8 then the scales of keys and of
+// values [keys, kv_heads] (AttentionEngine::ReadKv).
 void CopyKvOut(const KvGeometry& geometry, std::span<const int64_t> blocks, int64_t first_key,
                int64_t keys, const std::byte* kv_memory, std::byte* canonical);
 void CopyKvIn(const KvGeometry& geometry, std::span<const int64_t> blocks, int64_t first_key,

@@ -6,14 +6,14 @@
 //
 // A key that a row does not see must not touch the row's numbers. Its score is replaced by -inf,
 // whose exp is exactly 0, and 0 x value is a harmless 0 as long as the value is finite; where a
-// block holds keys hidden from some row and a value that is not finite, rows go one by one over the
-// keys they see. Both ways give the same bits up to the sign of zeros, and outputs turn -0 into +0.
+// block holds keys hidden from some row and a value that is not finite, rows go one by one over
+// copies that have zeros for the values they do not see. Both ways give the same bits up to the
+// sign of zeros, and outputs turn -0 into +0.
 #include "engine/cpu/attention_tile.h"
 
 #include <algorithm>
 #include <memory>
 #include <new>
-#include <optional>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "engine/cpu/attention_tile.cc"
@@ -24,6 +24,7 @@
 // clang-format on
 
 #if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3
+#include "engine/cpu/tile_blocks-inl.h"
 #include "engine/cpu/tile_rows-inl.h"
 #include "engine/cpu/vector_kernels-inl.h"
 
@@ -32,198 +33,136 @@ namespace attend {
 namespace HWY_NAMESPACE {
 namespace {
 
-// From this many rows on, half-precision keys and values are widened once per block and not in
-// every strip.
-constexpr int64_t kWidenRows = 13;
-
-// One block as its kernels read it. `begin` and `end` are the slots that any row of the tile sees.
-template <class Key, class Value>
-struct BlockView {
-  int64_t first_key;
-  int64_t begin;
-  int64_t end;
-  const Key* keys;
-  int64_t key_stride;
-  const Value* values;
-  int64_t value_stride;
-  std::optional<bool> finite;  // whether all values of the slots are; found out when needed
+// Rows [row, row + count) between the products with keys and with values of one block.
+struct Strip {
+  int64_t row;
+  int count = 0;               // 0 = no row sees a key
+  Slots all{kBlockTokens, 0};  // union of what the rows see
+  bool whole = false;          // all rows see all 64 keys, and scores are plain
+  bool hides;                  // some row does not see all values that are read
+  Slots seen[kStripRows];
+  float* weights;  // [count, kBlockTokens] units
+  StripStatistics statistics;
 };
 
-template <class Key, class Value>
-bool ValuesAreFinite(const TileRun& run, BlockView<Key, Value>& block) {
-  if (block.finite.has_value()) return *block.finite;
-  const D d;
-  V bad = hn::Zero(d);  // x - x is 0 for finite x, else NaN
-  for (int64_t slot = block.begin; slot < block.end; ++slot) {
-    for (int64_t c = 0; c < run.width; c += kLanes) {
-      const V x = LoadWide(block.values + slot * block.value_stride + c);
-      bad = hn::Add(bad, hn::Sub(x, x));
-    }
+// Finds out what the strip's rows see of the block.
+HWY_INLINE void LookAt(const TileRun& run, const BlockView& block, Strip& strip, int count) {
+  strip.all = {kBlockTokens, 0};
+  strip.hides = run.tile.item->bias.data != nullptr;
+  strip.count = count;
+  strip.whole = false;
+  if (block.first_key >= run.common.begin && block.first_key + kBlockTokens <= run.common.end) {
+    strip.all = {0, kBlockTokens};
+    strip.whole = run.plain;
+    for (int r = 0; r < count; ++r) strip.seen[r] = strip.all;
+    return;
   }
-  block.finite = hn::AllTrue(d, hn::Eq(bad, hn::Zero(d)));
-  return *block.finite;
+  for (int r = 0; r < count; ++r) {
+    const Slots seen = VisibleSlots(run, (strip.row + r) / run.group, block.first_key);
+    strip.seen[r] = seen;
+    if (seen.begin == seen.end) {
+      strip.hides = true;
+      continue;
+    }
+    strip.all.begin = std::min(strip.all.begin, seen.begin);
+    strip.all.end = std::max(strip.all.end, seen.end);
+  }
+  if (strip.all.end <= strip.all.begin) strip.count = 0;
+  for (int r = 0; r < count; ++r) {
+    strip.hides |= strip.seen[r].begin > strip.all.begin || strip.seen[r].end < strip.all.end;
+  }
+  if (run.tile.dot) strip.hides |= strip.all.begin % 2 == 1 || strip.all.end % 2 == 1;
 }
 
-// output += P V of one row over the keys it sees only.
-template <class Key, class Value>
-void AddVisibleValues(const TileRun& run, const BlockView<Key, Value>& block, int64_t row,
-                      const float* p, float factor, float* o) {
-  const Slots seen = VisibleSlots(run, row / run.group, block.first_key);
-  const float* bias_row = BiasRow(run, row);
+// Scores of the strip's rows, then their weights, with the rows' maxima and sums brought up.
+template <bool kDot>
+void WeighStrip(const TileRun& run, const BlockView& block, Strip& strip, SoftmaxState state) {
+  const D d;
+  const int first = strip.all.begin / kLanes;
+  const int last = (strip.all.end + kLanes - 1) / kLanes;
+  const bool ahead = strip.row == 0;
+  ProductStrip<kDot, false>(strip.count, last - first,
+                            Factors{.a = run.q + strip.row * run.q_stride,
+                                    .a_stride = run.q_stride,
+                                    .b = block.keys + first * kLanes,
+                                    .b_stride = block.key_stride,
+                                    .steps = run.depth,
+                                    .ahead = ahead ? block.next_keys : nullptr},
+                            nullptr, strip.weights + first * kLanes, kBlockTokens);
+  StripStatistics& s = strip.statistics;
+  if (strip.whole) {
+    WithRows(strip.count, [&](auto rows) {
+      WeighWholeRows<kDot, decltype(rows)::value>(run, strip.row, state, strip.weights, s);
+    });
+    return;
+  }
+  V maxima[kStripRows];
+  for (int r = 0; r < kStripRows; ++r) {
+    maxima[r] = hn::Set(d, -kInfinity);
+    if (r >= strip.count) continue;
+    float* scores = strip.weights + r * kBlockTokens;
+    maxima[r] = run.plain ? FinishPlainScores(strip.seen[r], first, last, scores)
+                          : FinishScores(run, strip.row + r, strip.seen[r], block.first_key, first,
+                                         last, block.key_scales, scores);
+  }
+  UpdateMaxima(strip.row, strip.count, RowMaxima(maxima), state, s);
+  for (int r = 0; r < strip.count; ++r) {
+    ExpRow<kDot>(run, strip.row + r, s.reference[r], s.factor[r], first, last, block.value_scales,
+                 strip.weights + r * kBlockTokens);
+  }
+}
+
+// Adds the weighted values to the strip's output.
+template <bool kDot>
+void AddValues(const TileRun& run, BlockView& block, const Strip& strip, SoftmaxState state) {
+  constexpr int kTokens = kDot ? 2 : 1;  // of a unit
+  const int first = strip.all.begin / kTokens;
+  const int last = (strip.all.end + kTokens - 1) / kTokens;
   const int vectors = static_cast<int>((run.width + kLanes - 1) / kLanes);
-  const auto add = [&](int slot, int keys) {
-    ValueStrip<Value>(1, p + slot, kBlockTokens, block.values + slot * block.value_stride,
-                      block.value_stride, keys, &factor, vectors, o, run.o_stride);
-    factor = 1.0f;
-  };
-  add(seen.begin, 0);
-  for (int slot = seen.begin; slot < seen.end; ++slot) {
-    if (bias_row != nullptr &&
-        BiasAt(run.tile.item->bias, bias_row, block.first_key + slot) == -kInfinity) {
-      continue;
+  Factors factors{.a = strip.weights + first,
+                  .a_stride = kBlockTokens,
+                  .b = block.values + first * block.value_stride,
+                  .b_stride = block.value_stride,
+                  .steps = last - first,
+                  .ahead = nullptr};
+  float* o = state.o + strip.row * run.o_stride;
+  if (!strip.hides || ValuesAreFinite(run, block)) {
+    if (strip.row == 0 && block.next_values != nullptr) {
+      factors.ahead = block.next_values + first * block.value_stride;
     }
-    add(slot, 1);
-  }
-}
-
-// Rows [row, row + count) against one block.
-template <class Key, class Value>
-void AttendStrip(const TileRun& run, BlockView<Key, Value>& block, int64_t row, int count,
-                 SoftmaxState state) {
-  Slots seen[kStripRows];
-  Slots all{kBlockTokens, 0};
-  bool hides = run.tile.item->bias.data != nullptr;
-  for (int r = 0; r < count; ++r) {
-    seen[r] = VisibleSlots(run, (row + r) / run.group, block.first_key);
-    if (seen[r].begin == seen[r].end) {
-      hides = true;
-      continue;
-    }
-    all.begin = std::min(all.begin, seen[r].begin);
-    all.end = std::max(all.end, seen[r].end);
-  }
-  if (all.end <= all.begin) return;
-  const int first = all.begin / kLanes;
-  const int last = (all.end + kLanes - 1) / kLanes;
-  ScoreStrip<Key>(count, run.q + row * run.depth, run.depth, block.keys + first * kLanes,
-                  block.key_stride, last - first, run.scores + first * kLanes, kBlockTokens);
-  float factors[kStripRows];
-  for (int r = 0; r < count; ++r) {
-    float* scores = run.scores + r * kBlockTokens;
-    hides |= seen[r].begin > all.begin || seen[r].end < all.end;
-    const V maximum = FinishScores(run, row + r, seen[r], block.first_key, first, last, scores);
-    factors[r] = UpdateRow(run, row + r, maximum, first, last, scores, state);
-  }
-  const Value* values = block.values + all.begin * block.value_stride;
-  float* o = state.o + row * run.o_stride;
-  if (hides && !ValuesAreFinite(run, block)) {
-    for (int r = 0; r < count; ++r) {
-      AddVisibleValues(run, block, row + r, run.scores + r * kBlockTokens, factors[r],
-                       o + r * run.o_stride);
-    }
+    ProductStrip<kDot, true>(strip.count, vectors, factors, strip.statistics.factor, o,
+                             run.o_stride);
     return;
   }
-  ValueStrip<Value>(count, run.scores + all.begin, kBlockTokens, values, block.value_stride,
-                    all.end - all.begin, factors,
-                    static_cast<int>((run.width + kLanes - 1) / kLanes), o, run.o_stride);
-}
-
-// Calls f(first row, rows) for strips of nearly equal height.
-template <class F>
-HWY_INLINE void ForEachStrip(const TileRun& run, const F& f) {
-  const int64_t strips = (run.rows + kStripRows - 1) / kStripRows;
-  for (int64_t i = 0; i < strips; ++i) {
-    const int64_t begin = run.rows * i / strips;
-    f(begin, static_cast<int>(run.rows * (i + 1) / strips - begin));
+  for (int r = 0; r < strip.count; ++r) {
+    const float* values = ValuesSeenBy(run, block, strip.row + r, strip.seen[r]);
+    factors.a = strip.weights + r * kBlockTokens + first;
+    factors.b = values + first * run.o_stride;
+    factors.b_stride = run.o_stride;
+    ProductStrip<kDot, true>(1, vectors, factors, strip.statistics.factor + r, o + r * run.o_stride,
+                             run.o_stride);
   }
 }
 
-// Keys [depth, slots [begin, end) rounded out to vectors] to floats.
-template <class T>
-void WidenKeys(const TileRun& run, const T* keys, int64_t stride, int64_t begin, int64_t end) {
-  for (int64_t i = 0; i < run.depth; ++i) {
-    for (int64_t n = begin / kLanes * kLanes; n < end; n += kLanes) {
-      hn::StoreU(LoadWide(keys + i * stride + n), D(), run.wide_keys + i * kBlockTokens + n);
-    }
-  }
-}
-
-// Values of slots [begin, end) to floats, rows padded with zeros to whole vectors.
-template <class T>
-void WidenValues(const TileRun& run, const T* values, int64_t begin, int64_t end) {
-  const D d;
-  const int64_t whole = run.width / kLanes * kLanes;
-  for (int64_t j = begin; j < end; ++j) {
-    const T* from = values + j * run.width;
-    float* to = run.wide_values + j * run.o_stride;
-    for (int64_t c = 0; c < whole; c += kLanes) hn::StoreU(LoadWide(from + c), d, to + c);
-    if (whole == run.width) continue;
-    HWY_ALIGN T rest[kLanes] = {};
-    std::copy(from + whole, from + run.width, rest);
-    hn::StoreU(LoadWide(rest), d, to + whole);
-  }
-}
-
-void Prefetch(const std::byte* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-}
-
-template <class T>
-const T* KeysOf(const TileRun& run, int64_t block) {
-  const AttentionTile& tile = run.tile;
-  return reinterpret_cast<const T*>(tile.kv_memory + tile.blocks[block] +
-                                    tile.layout.KeyOffset(tile.kv_head));
-}
-template <class T>
-const T* ValuesOf(const TileRun& run, int64_t block) {
-  const AttentionTile& tile = run.tile;
-  return reinterpret_cast<const T*>(tile.kv_memory + tile.blocks[block] +
-                                    tile.layout.ValueOffset(tile.kv_head));
-}
-
-template <class T>
+// All rows against one block, in strips of nearly equal height. The values of a strip are added
+// after the next strip's scores were weighed: the processor then overlaps the exponentials, which
+// wait for one another, with products that do not depend on them.
+template <bool kDot>
 void AttendBlock(const TileRun& run, int64_t index, SoftmaxState state) {
-  const int64_t first_key = index * kBlockTokens;
-  const int64_t tokens = run.tile.layout.block_tokens;
-  const int64_t begin = std::max<int64_t>(run.tile.keys.begin - first_key, 0);
-  const int64_t end = std::min<int64_t>(run.tile.keys.end - first_key, kBlockTokens);
-  const T* keys = KeysOf<T>(run, index);
-  const T* values = ValuesOf<T>(run, index);
-  const auto attend_all = [&](auto block) {
-    ForEachStrip(run, [&](int64_t row, int count) { AttendStrip(run, block, row, count, state); });
-  };
-  const bool widen = !std::is_same_v<T, float> && run.rows >= kWidenRows;
-  if (widen || run.width % kLanes != 0) WidenValues(run, values, begin, end);
-  if (widen) {
-    WidenKeys(run, keys, tokens, begin, end);
-    attend_all(BlockView<float, float>{
-        first_key, begin, end, run.wide_keys, kBlockTokens, run.wide_values, run.o_stride, {}});
-    return;
-  }
-  if (first_key + kBlockTokens < run.tile.keys.end) {
-    Prefetch(reinterpret_cast<const std::byte*>(KeysOf<T>(run, index + 1)),
-             run.depth * tokens * int64_t{sizeof(T)});
-    Prefetch(reinterpret_cast<const std::byte*>(ValuesOf<T>(run, index + 1)),
-             run.width * tokens * int64_t{sizeof(T)});
-  }
-  if (run.width % kLanes != 0) {
-    attend_all(BlockView<T, float>{
-        first_key, begin, end, keys, tokens, run.wide_values, run.o_stride, {}});
-  } else {
-    attend_all(BlockView<T, T>{first_key, begin, end, keys, tokens, values, run.width, {}});
-  }
-}
-
-// Calls f(element of the KV dtype).
-template <class F>
-void WithDType(const TileRun& run, const F& f) {
-  switch (run.tile.layout.geometry.dtype) {
-    case DType::kBF16:
-      return f(hwy::bfloat16_t());
-    case DType::kF16:
-      return f(hwy::float16_t());
-    default:
-      return f(float());
+  BlockView block = ReadBlock(run, index, true);
+  const int64_t strips = (run.rows + kStripRows - 1) / kStripRows;
+  Strip buffers[2];
+  for (int64_t i = 0; i <= strips; ++i) {
+    if (i < strips) {
+      Strip& strip = buffers[i % 2];
+      strip.row = run.rows * i / strips;
+      strip.weights = run.scores + i % 2 * kStripRows * kBlockTokens;
+      LookAt(run, block, strip, static_cast<int>(run.rows * (i + 1) / strips - strip.row));
+      if (strip.count > 0) WeighStrip<kDot>(run, block, strip, state);
+    }
+    if (i > 0 && buffers[(i - 1) % 2].count > 0) {
+      AddValues<kDot>(run, block, buffers[(i - 1) % 2], state);
+    }
   }
 }
 
@@ -234,11 +173,15 @@ void AttendSegmentInto(const TileRun& run, int64_t segment, SoftmaxState state) 
   const KeyRange& keys = run.tile.keys;
   const int64_t begin = std::max(segment * kSegmentKeys, keys.begin);
   const int64_t end = std::min((segment + 1) * kSegmentKeys, keys.end);
-  WithDType(run, [&](auto element) {
-    for (int64_t block = begin / kBlockTokens; block * kBlockTokens < end; ++block) {
-      AttendBlock<decltype(element)>(run, block, state);
+  for (int64_t block = begin / kBlockTokens; block * kBlockTokens < end; ++block) {
+    if constexpr (kHasDot) {
+      if (run.tile.dot) {
+        AttendBlock<true>(run, block, state);
+        continue;
+      }
     }
-  });
+    AttendBlock<false>(run, block, state);
+  }
   for (int64_t r = 0; r < run.rows; ++r) {
     state.sum[r] = hn::GetLane(hn::SumOfLanes(D(), hn::LoadU(D(), run.lane_sums + r * kLanes)));
   }
@@ -318,22 +261,33 @@ bool AsksWeights(const TileRun& run, int64_t row) {
 
 // Second pass, after WriteOutput: the scores again, for the asked rows only.
 void WriteWeights(const TileRun& run, SoftmaxState state) {
-  const int64_t tokens = run.tile.layout.block_tokens;
-  for (int64_t row = 0; row < run.rows; ++row) {
-    if (!AsksWeights(run, row)) continue;
-    const KeyRange& range = run.visible[row / run.group];
-    for (int64_t block = range.begin / kBlockTokens; block * kBlockTokens < range.end; ++block) {
-      const int64_t first_key = block * kBlockTokens;
-      const Slots seen = VisibleSlots(run, row / run.group, first_key);
+  const KeyRange& keys = run.tile.keys;
+  if (keys.begin >= keys.end) return;
+  LoadQueries(run);
+  for (int64_t index = keys.begin / kBlockTokens; index * kBlockTokens < keys.end; ++index) {
+    const BlockView block = ReadBlock(run, index, false);
+    for (int64_t row = 0; row < run.rows; ++row) {
+      const Slots seen = VisibleSlots(run, row / run.group, block.first_key);
+      if (seen.begin == seen.end || !AsksWeights(run, row)) continue;
       const int first = seen.begin / kLanes;
       const int last = (seen.end + kLanes - 1) / kLanes;
-      WithDType(run, [&](auto element) {
-        using T = decltype(element);
-        ScoreStrip<T>(1, run.q + row * run.depth, run.depth, KeysOf<T>(run, block) + first * kLanes,
-                      tokens, last - first, run.scores + first * kLanes, kBlockTokens);
-      });
-      FinishScores(run, row, seen, first_key, first, last, run.scores);
-      StoreWeights(run, row, seen, first_key, run.scores, state);
+      const Factors factors{.a = run.q + row * run.q_stride,
+                            .a_stride = run.q_stride,
+                            .b = block.keys + first * kLanes,
+                            .b_stride = block.key_stride,
+                            .steps = run.depth,
+                            .ahead = nullptr};
+      float* scores = run.scores + first * kLanes;
+      if constexpr (kHasDot) {
+        if (run.tile.dot) {
+          ProductStrip<true, false>(1, last - first, factors, nullptr, scores, kBlockTokens);
+        }
+      }
+      if (!run.tile.dot) {
+        ProductStrip<false, false>(1, last - first, factors, nullptr, scores, kBlockTokens);
+      }
+      FinishScores(run, row, seen, block.first_key, first, last, block.key_scales, run.scores);
+      StoreWeights(run, row, seen, block.first_key, run.scores, state);
     }
   }
 }
@@ -347,6 +301,7 @@ void FinishTile(const TileRun& run, SoftmaxState state) {
 
 void AttendTile(const AttentionTile& tile) {
   const TileRun run = StartTile(tile);
+  LoadQueries(run);
   // Merging a segment into an empty state changes no bit, so the first one is computed in place;
   // with no visible key this leaves the empty state.
   AttendSegmentInto(run, tile.first_segment(), run.total);
@@ -358,7 +313,9 @@ void AttendTile(const AttentionTile& tile) {
 }
 
 void AttendTileSegment(const AttentionTile& tile, int64_t segment, SoftmaxState state) {
-  AttendSegmentInto(StartTile(tile), segment, state);
+  const TileRun run = StartTile(tile);
+  LoadQueries(run);
+  AttendSegmentInto(run, segment, state);
 }
 
 void FinishSplitTile(const AttentionTile& tile, float* states) {

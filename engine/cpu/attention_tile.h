@@ -28,6 +28,7 @@ struct AttentionTile {
   const int64_t* blocks = nullptr;  // addresses of the item's blocks
   const float* q = nullptr;         // the item's row 0: [rows, q_heads, head_dim]
   float* output = nullptr;          // the item's row 0: [rows, q_heads, v_head_dim]
+  bool dot = false;                 // bf16 dot products (AttentionBatch::compute)
   int kv_head = 0;
   int64_t row_begin = 0;  // query rows of the item: [row_begin, row_begin + query_rows)
   int64_t query_rows = 0;
@@ -50,8 +51,10 @@ struct SoftmaxState {
 
 // Row stride of SoftmaxState::o: whole vectors of any instruction set.
 inline int64_t PaddedWidth(int64_t width) { return (width + 15) / 16 * 16; }
+// Statistics of a strip are read as a whole vector.
+inline constexpr int64_t kStatisticsRoom = 16;
 inline int64_t SoftmaxStateFloats(const AttentionTile& tile) {
-  return (tile.rows() * (2 + PaddedWidth(tile.spec->v_head_dim)) + 15) / 16 * 16;
+  return PaddedWidth(tile.rows() * (2 + PaddedWidth(tile.spec->v_head_dim)) + kStatisticsRoom);
 }
 inline SoftmaxState SoftmaxStateAt(const AttentionTile& tile, float* memory) {
   const int64_t rows = tile.rows();

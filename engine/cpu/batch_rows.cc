@@ -37,10 +37,12 @@ void ForRuns(WorkerPool& pool, std::span<const int64_t> begins, int64_t first, i
 
 }  // namespace
 
+// Rows that have the dtype already are left out unless `also_equal`.
 void BatchRows::Read(std::span<const int64_t> begins, int64_t first, InputRows AttendItem::*source,
-                     int64_t width, DType dtype, std::byte* to) const {
+                     int64_t width, DType dtype, bool also_equal, std::byte* to) const {
   ForRuns(pool_, begins, first, width, [&](size_t place, int64_t row, int64_t count) {
     const InputRows& rows = items_[plan_.order[place]].*source;
+    if (rows.dtype == dtype && !also_equal) return;
     const auto* from = static_cast<const std::byte*>(rows.data) +
                        (row - begins[place]) * width * DTypeBytes(rows.dtype);
     ConvertElements(isa_, rows.dtype, from, dtype, to + (row - first) * width * DTypeBytes(dtype),
@@ -48,14 +50,52 @@ void BatchRows::Read(std::span<const int64_t> begins, int64_t first, InputRows A
   });
 }
 
-void BatchRows::ReadQueries(InputRows AttendItem::*source, int64_t width, DType dtype,
-                            std::byte* to) const {
-  Read(plan_.row_begin, 0, source, width, dtype, to);
+void BatchRows::PointTo(std::span<const int64_t> begins, int64_t first,
+                        InputRows AttendItem::*source, int64_t width, DType dtype,
+                        std::byte* converted, const void** rows) const {
+  const int64_t row_bytes = width * DTypeBytes(dtype);
+  bool convert = false;
+  for (size_t place = 0; place + 1 < begins.size(); ++place) {
+    const InputRows& from = items_[plan_.order[place]].*source;
+    const bool usable = from.dtype == dtype;
+    for (int64_t row = std::max(begins[place], first); row < begins[place + 1]; ++row) {
+      const auto* there =
+          static_cast<const std::byte*>(from.data) + (row - begins[place]) * row_bytes;
+      rows[row - first] = usable ? there : converted + (row - first) * row_bytes;
+      convert = convert || !usable;
+    }
+  }
+  if (convert) Read(begins, first, source, width, dtype, false, converted);
 }
 
-void BatchRows::ReadKeys(int64_t first, InputRows AttendItem::*source, int64_t width, DType dtype,
-                         std::byte* to) const {
-  Read(plan_.new_key_begin, first, source, width, dtype, to);
+void BatchRows::PointToQueries(InputRows AttendItem::*source, int64_t width, DType dtype,
+                               std::byte* converted, const void** rows) const {
+  PointTo(plan_.row_begin, 0, source, width, dtype, converted, rows);
+}
+
+void BatchRows::PointToKeys(int64_t first, InputRows AttendItem::*source, int64_t width,
+                            DType dtype, std::byte* converted, const void** rows) const {
+  PointTo(plan_.new_key_begin, first, source, width, dtype, converted, rows);
+}
+
+void BatchRows::PointToOutputs(int64_t width, OutputRow* rows) const {
+  for (size_t place = 0; place < plan_.order.size(); ++place) {
+    const AttendItem& item = items_[plan_.order[place]];
+    const int64_t begin = plan_.row_begin[place];
+    for (int64_t row = begin; row < plan_.row_begin[place + 1]; ++row) {
+      rows[row] = {static_cast<std::byte*>(item.output) +
+                       (row - begin) * width * DTypeBytes(item.output_dtype),
+                   item.output_dtype};
+    }
+  }
+}
+
+void BatchRows::ReadQueries(InputRows AttendItem::*source, int64_t width, float* to) const {
+  Read(plan_.row_begin, 0, source, width, DType::kF32, true, reinterpret_cast<std::byte*>(to));
+}
+
+void BatchRows::ReadKeys(InputRows AttendItem::*source, int64_t width, float* to) const {
+  Read(plan_.new_key_begin, 0, source, width, DType::kF32, true, reinterpret_cast<std::byte*>(to));
 }
 
 void BatchRows::Round(const float* from, int64_t width, std::byte* to) const {

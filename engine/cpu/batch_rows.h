@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The rows of one batch between the caller's tensors and the engine's matrices: which item a row of
-// the plan belongs to, its position, and reading, rounding and writing of rows on the pool.
+// the plan belongs to, its position, where it lies and where its output goes, and conversions on
+// the pool where rows cannot be used as they are.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +11,7 @@
 
 #include "engine/attention_plan.h"
 #include "engine/cpu/attention_kernel.h"
+#include "engine/cpu/gemm_kernel.h"
 #include "engine/cpu/worker_pool.h"
 
 namespace attend {
@@ -23,12 +25,23 @@ class BatchRows {
   const BatchPlan& plan() const { return plan_; }
   const AttentionSpec& spec() const { return *plan_.spec; }
 
-  // Converts the query rows of all items, in plan order, to `to` [query rows, width] of `dtype`.
-  void ReadQueries(InputRows AttendItem::*source, int64_t width, DType dtype, std::byte* to) const;
+  // rows[i] = the i-th query row of all items, in plan order, as [width] of `dtype`: where the
+  // caller has it, or converted, in `converted` [query rows, width].
+  void PointToQueries(InputRows AttendItem::*source, int64_t width, DType dtype,
+                      std::byte* converted, const void** rows) const;
 
-  // Converts new keys [first, key_rows) in plan order to `to` [key_rows - first, width].
-  void ReadKeys(int64_t first, InputRows AttendItem::*source, int64_t width, DType dtype,
-                std::byte* to) const;
+  // The same for new keys [first, key_rows) in plan order.
+  void PointToKeys(int64_t first, InputRows AttendItem::*source, int64_t width, DType dtype,
+                   std::byte* converted, const void** rows) const;
+
+  // rows[i] = where the i-th query row's output goes, [width] of its item's dtype.
+  void PointToOutputs(int64_t width, OutputRow* rows) const;
+
+  // Converts the query rows of all items, in plan order, to `to` [query rows, width] of float.
+  void ReadQueries(InputRows AttendItem::*source, int64_t width, float* to) const;
+
+  // The same for all new keys.
+  void ReadKeys(InputRows AttendItem::*source, int64_t width, float* to) const;
 
   // Rounds [query rows, width] floats to BF16.
   void Round(const float* from, int64_t width, std::byte* to) const;
@@ -41,8 +54,10 @@ class BatchRows {
   int64_t KeyPosition(int64_t key) const;
 
  private:
+  void PointTo(std::span<const int64_t> begins, int64_t first, InputRows AttendItem::*source,
+               int64_t width, DType dtype, std::byte* converted, const void** rows) const;
   void Read(std::span<const int64_t> begins, int64_t first, InputRows AttendItem::*source,
-            int64_t width, DType dtype, std::byte* to) const;
+            int64_t width, DType dtype, bool also_equal, std::byte* to) const;
 
   const BatchPlan& plan_;
   std::span<const AttendItem> items_;

@@ -23,7 +23,7 @@ namespace attend {
 namespace {
 
 // Raised with every change of arithmetic, so that equal numerics ids mean equal bits.
-constexpr char kKernelVersion[] = "k1";
+constexpr char kKernelVersion[] = "k2";
 
 // Giving back less is not worth the system call and the split huge page.
 constexpr int64_t kMinDiscardBytes = 256 << 10;
@@ -31,38 +31,45 @@ constexpr int64_t kPage = 4096;
 
 constexpr int64_t kRowsPerTransform = 4;
 
+// Packed weights are read once for so many rows, and all cores are busy: rows per second are those
+// of larger batches, and everybody in the batch waits for less.
+constexpr int64_t kEnoughRows = 256;
+
 int64_t MicrosSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() -
                                                                start)
       .count();
 }
 
-// "cpu-avx512_bf16-onednn2.6.3-k1", "cpu-avx2-own-k1". The bf16 unit belongs to it: AMX tiles and
+// "cpu-avx512_bf16-own-k2", "cpu-avx2-own-k2". The bf16 unit belongs to it: AMX tiles (oneDNN) and
 // vector dot products sum in different orders.
 std::string NumericsId(CpuIsa isa, const CpuInfo& cpu) {
   std::string unit = "avx2";
   if (isa == CpuIsa::kAvx512) {
     unit = cpu.amx_bf16 ? "avx512_amx" : cpu.avx512_bf16 ? "avx512_bf16" : "avx512";
   }
-  return "cpu-" + unit + "-" + ProjectionLibrary(isa) + "-" + kKernelVersion;
+  return "cpu-" + unit + "-" + ProjectionLibrary(isa, cpu) + "-" + kKernelVersion;
 }
 
 struct Layer {
   AttentionSpec spec;
-  DType compute = DType::kF32;
+  DType compute = DType::kF32;  // of the products: F32, BF16 or I8
+  DType attention_compute = DType::kF32;
   std::unique_ptr<PackedMatrix> q, k, v, o;
   std::vector<float> q_norm, k_norm;  // [head_dim] or empty
 };
 
 class CpuEngine final : public AttentionEngine {
  public:
-  CpuEngine(EngineInfo info, CpuIsa isa, DType bf16_compute, MappedMemory kv_memory)
+  CpuEngine(EngineInfo info, CpuIsa isa, const CpuInfo& cpu, DType bf16_compute, bool i8_weights,
+            MappedMemory kv_memory)
       : info_(std::move(info)),
         isa_(isa),
         bf16_compute_(bf16_compute),
+        i8_weights_(i8_weights),
         kv_memory_(std::move(kv_memory)),
         pool_(info_.threads),
-        projector_(isa, pool_) {}
+        projector_(isa, cpu, pool_) {}
 
   const EngineInfo& info() const override { return info_; }
   int64_t progress_ns() const override { return pool_.progress_ns(); }
@@ -92,24 +99,32 @@ class CpuEngine final : public AttentionEngine {
   const EngineInfo info_;
   const CpuIsa isa_;
   const DType bf16_compute_;  // what BF16 weights compute in
+  const bool i8_weights_;     // weights are quantised at load, whatever they are
   MappedMemory kv_memory_;
   WorkerPool pool_;
   Projector projector_;
   std::vector<Layer> layers_;
 
   // Workspaces of one batch; they grow and are kept.
-  MappedMemory input_;      // [input rows, d_model] of the layer's compute dtype
-  MappedMemory context_;    // [key rows, context_width], cross-attention only
+  MappedMemory input_;      // [input rows, d_model], those that are not of the products' dtype
+  MappedMemory context_;    // [key rows, context_width] likewise, cross-attention only
   MappedMemory q_, k_, v_;  // float, as AttentionBatch wants them
   MappedMemory attended_;   // float [query rows, q_heads, v_head_dim]
   MappedMemory rounded_;    // the same as bf16, for a bf16 output product
-  MappedMemory output_;     // float [query rows, output_width]
+  std::vector<const void*> input_rows_, context_rows_, attended_rows_;
+  std::vector<OutputRow> q_rows_, k_rows_, v_rows_, output_rows_;
 
   Ticket ticket_ = 0;  // of the last Start
   StageTimes times_;
 };
 
 float* Floats(const MappedMemory& memory) { return reinterpret_cast<float*>(memory.data()); }
+
+// Rows of [count, width] floats as a product writes them.
+void PointTo(float* floats, int64_t count, int64_t width, std::vector<OutputRow>& rows) {
+  rows.resize(static_cast<size_t>(count));
+  for (int64_t r = 0; r < count; ++r) rows[r] = {floats + r * width, DType::kF32};
+}
 
 absl::Status CpuEngine::PackLayer(const LayerWeights& weights, DType compute, Layer& layer) {
   layer.compute = compute;
@@ -127,12 +142,19 @@ absl::StatusOr<LayerInfo> CpuEngine::AddLayer(const AttentionSpec& spec,
   layer.spec = spec;
   layer.q_norm = LoadVector(weights.q_norm);
   layer.k_norm = LoadVector(weights.k_norm);
-  const DType compute = MatrixDType(weights) == DType::kBF16 ? bf16_compute_ : DType::kF32;
+  const DType compute = i8_weights_                            ? DType::kI8
+                        : MatrixDType(weights) == DType::kBF16 ? bf16_compute_
+                                                               : DType::kF32;
   absl::Status status = PackLayer(weights, compute, layer);
   if (absl::IsUnimplemented(status) && compute == DType::kBF16) {
     status = PackLayer(weights, DType::kF32, layer);
   }
   RETURN_IF_ERROR(status);
+  // Quantised weights leave attention as it is without them.
+  const bool bf16 = MatrixDType(weights) == DType::kBF16;
+  layer.attention_compute = layer.compute != DType::kI8 ? layer.compute
+                            : bf16                      ? bf16_compute_
+                                                        : DType::kF32;
   const LayerInfo info{.index = static_cast<int>(layers_.size()),
                        .compute_dtype = layer.compute,
                        .packed_bytes = layer.q->packed_bytes() + layer.k->packed_bytes() +
@@ -162,7 +184,8 @@ absl::StatusOr<Ticket> CpuEngine::Start(const BatchPlan& plan, std::span<const A
                              .k = Floats(k_),
                              .v = Floats(v_),
                              .kv_memory = kv_memory_.data(),
-                             .output = Floats(attended_)};
+                             .output = Floats(attended_),
+                             .compute = layer == nullptr ? DType::kF32 : layer->attention_compute};
   if (plan.key_rows > 0) AppendKeys(isa_, batch, pool_);
   if (plan.query_rows > 0) Attend(isa_, batch, pool_);
   times_.attend_us = MicrosSince(start);
@@ -197,35 +220,42 @@ absl::Status CpuEngine::ReserveHeads(const BatchPlan& plan) {
 // Raw work: the caller projected.
 absl::Status CpuEngine::ReadProjected(const BatchRows& rows) {
   const AttentionSpec& spec = rows.spec();
-  rows.ReadQueries(&AttendItem::query, spec.q_heads * spec.head_dim, DType::kF32, q_.data());
-  rows.ReadKeys(0, &AttendItem::key_source, spec.kv_heads * spec.head_dim, DType::kF32, k_.data());
-  rows.ReadKeys(0, &AttendItem::value_source, spec.kv_heads * spec.v_head_dim, DType::kF32,
-                v_.data());
+  rows.ReadQueries(&AttendItem::query, spec.q_heads * spec.head_dim, Floats(q_));
+  rows.ReadKeys(&AttendItem::key_source, spec.kv_heads * spec.head_dim, Floats(k_));
+  rows.ReadKeys(&AttendItem::value_source, spec.kv_heads * spec.v_head_dim, Floats(v_));
   return absl::OkStatus();
 }
 
 absl::Status CpuEngine::Project(const BatchRows& rows, Layer& layer) {
   const BatchPlan& plan = rows.plan();
   const AttentionSpec& spec = rows.spec();
-  const int64_t input_row_bytes = spec.d_model * DTypeBytes(layer.compute);
-  RETURN_IF_ERROR(input_.Reserve(plan.input_rows * input_row_bytes));
-  rows.ReadQueries(&AttendItem::query, spec.d_model, layer.compute, input_.data());
-  const std::byte* key_input = nullptr;
+  const DType input = layer.q->input_dtype();
+  const int64_t input_row_bytes = spec.d_model * DTypeBytes(input);
+  const int64_t input_rows = spec.cross ? plan.query_rows : plan.input_rows;
+  RETURN_IF_ERROR(input_.Reserve(input_rows * input_row_bytes));
+  input_rows_.resize(static_cast<size_t>(input_rows));
+  rows.PointToQueries(&AttendItem::query, spec.d_model, input, input_.data(), input_rows_.data());
+  const void* const* key_rows = nullptr;
   if (spec.cross) {
-    RETURN_IF_ERROR(
-        context_.Reserve(plan.key_rows * spec.context_width * DTypeBytes(layer.compute)));
-    rows.ReadKeys(0, &AttendItem::key_source, spec.context_width, layer.compute, context_.data());
-    key_input = context_.data();
+    RETURN_IF_ERROR(context_.Reserve(plan.key_rows * spec.context_width * DTypeBytes(input)));
+    context_rows_.resize(static_cast<size_t>(plan.key_rows));
+    rows.PointToKeys(0, &AttendItem::key_source, spec.context_width, input, context_.data(),
+                     context_rows_.data());
+    key_rows = context_rows_.data();
   } else {
-    // The first keys are the last queries' rows, read already.
+    // The first keys are the last queries' rows, found already.
     const int64_t shared = plan.query_rows - plan.key_row_offset;
-    rows.ReadKeys(shared, &AttendItem::key_source, spec.d_model, layer.compute,
-                  input_.data() + plan.query_rows * input_row_bytes);
-    key_input = input_.data() + plan.key_row_offset * input_row_bytes;
+    rows.PointToKeys(shared, &AttendItem::key_source, spec.d_model, input,
+                     input_.data() + plan.query_rows * input_row_bytes,
+                     input_rows_.data() + plan.query_rows);
+    key_rows = input_rows_.data() + plan.key_row_offset;
   }
-  const Product products[] = {{layer.q.get(), input_.data(), plan.query_rows, Floats(q_)},
-                              {layer.k.get(), key_input, plan.key_rows, Floats(k_)},
-                              {layer.v.get(), key_input, plan.key_rows, Floats(v_)}};
+  PointTo(Floats(q_), plan.query_rows, layer.q->columns(), q_rows_);
+  PointTo(Floats(k_), plan.key_rows, layer.k->columns(), k_rows_);
+  PointTo(Floats(v_), plan.key_rows, layer.v->columns(), v_rows_);
+  const Product products[] = {{layer.q.get(), input_rows_.data(), q_rows_.data(), plan.query_rows},
+                              {layer.k.get(), key_rows, k_rows_.data(), plan.key_rows},
+                              {layer.v.get(), key_rows, v_rows_.data(), plan.key_rows}};
   return projector_.Run(products);
 }
 
@@ -248,10 +278,10 @@ void CpuEngine::TransformHeads(const BatchRows& rows, const Layer& layer) {
     for (int h = 0; h < heads; ++h) {
       float* head = row + int64_t{h} * spec.head_dim;
       if (norm) {
-        NormaliseHead(weight.empty() ? nullptr : weight.data(), spec.qk_norm_eps, spec.head_dim,
-                      head);
+        NormaliseHead(isa_, weight.empty() ? nullptr : weight.data(), spec.qk_norm_eps,
+                      spec.head_dim, head);
       }
-      if (spec.rope.dim > 0) RotateHead(spec.rope, angles, head);
+      if (spec.rope.dim > 0) RotateHead(isa_, spec.rope, angles, head);
     }
   };
   pool_.ParallelFor((std::max(total, plan.query_rows) + kRowsPerTransform - 1) / kRowsPerTransform,
@@ -261,7 +291,7 @@ void CpuEngine::TransformHeads(const BatchRows& rows, const Layer& layer) {
                       bool angles_known = false;
                       const auto move_to = [&](int64_t position) {
                         if (angles_known && position == angles_position) return;
-                        ComputeRopeAngles(spec.rope, position, angles);
+                        ComputeRopeAngles(isa_, spec.rope, position, angles);
                         angles_position = position;
                         angles_known = true;
                       };
@@ -284,17 +314,21 @@ void CpuEngine::TransformHeads(const BatchRows& rows, const Layer& layer) {
 absl::Status CpuEngine::ProjectOutput(const BatchRows& rows, Layer& layer) {
   const int64_t query_rows = rows.plan().query_rows;
   if (query_rows == 0) return absl::OkStatus();
+  const int64_t inner = layer.o->inner();
   const std::byte* input = attended_.data();
-  if (layer.compute == DType::kBF16) {
-    RETURN_IF_ERROR(rounded_.Reserve(query_rows * layer.o->inner() * DTypeBytes(DType::kBF16)));
-    rows.Round(Floats(attended_), layer.o->inner(), rounded_.data());
+  if (layer.o->input_dtype() == DType::kBF16) {
+    RETURN_IF_ERROR(rounded_.Reserve(query_rows * inner * DTypeBytes(DType::kBF16)));
+    rows.Round(Floats(attended_), inner, rounded_.data());
     input = rounded_.data();
   }
-  RETURN_IF_ERROR(output_.Reserve(query_rows * layer.o->columns() * int64_t{sizeof(float)}));
-  const Product product{layer.o.get(), input, query_rows, Floats(output_)};
-  RETURN_IF_ERROR(projector_.Run({&product, 1}));
-  rows.WriteOutputs(Floats(output_), layer.o->columns());
-  return absl::OkStatus();
+  attended_rows_.resize(static_cast<size_t>(query_rows));
+  for (int64_t r = 0; r < query_rows; ++r) {
+    attended_rows_[r] = input + r * inner * DTypeBytes(layer.o->input_dtype());
+  }
+  output_rows_.resize(static_cast<size_t>(query_rows));
+  rows.PointToOutputs(layer.o->columns(), output_rows_.data());
+  const Product product{layer.o.get(), attended_rows_.data(), output_rows_.data(), query_rows};
+  return projector_.Run({&product, 1});
 }
 
 absl::Status CpuEngine::CopyBlocks(std::span<const BlockCopy> copies) {
@@ -342,8 +376,11 @@ absl::StatusOr<std::unique_ptr<AttentionEngine>> MakeCpuEngine(const EngineOptio
                   .device = cpu.name,
                   .isa = isa == CpuIsa::kAvx512 ? "avx512" : "avx2",
                   .numerics_id = NumericsId(isa, cpu),
-                  .threads = std::max(1, options.threads)};
-  return std::make_unique<CpuEngine>(std::move(info), isa, bf16_compute, std::move(kv_memory));
+                  .threads = std::max(1, options.threads),
+                  .keeps_i8 = true,
+                  .enough_rows = kEnoughRows};
+  return std::make_unique<CpuEngine>(std::move(info), isa, cpu, bf16_compute,
+                                     options.weight_dtype == "i8", std::move(kv_memory));
 }
 
 }  // namespace attend

@@ -71,6 +71,7 @@ CpuInfo DetectCpu() {
   cpu.avx2 = (targets & HWY_AVX2) != 0;
   cpu.avx512 = (targets & HWY_AVX3) != 0;
   cpu.avx512_bf16 = cpu.avx512 && Bit(Cpuid(7, 1).eax, 5);
+  cpu.avx512_vnni = cpu.avx512 && Bit(Cpuid(7).ecx, 11);
   constexpr uint32_t kTileStates = 3u << 17;  // XTILECFG, XTILEDATA
   const uint32_t features = Cpuid(7).edx;
   cpu.amx_bf16 = cpu.avx512_bf16 && Bit(features, 22) && Bit(features, 24) &&

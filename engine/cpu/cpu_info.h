@@ -20,6 +20,7 @@ struct CpuInfo {
   bool avx2 = false;         // Highway's AVX2 set: AVX2, FMA, F16C, BMI2
   bool avx512 = false;       // Highway's AVX3 set: F, BW, DQ, VL, CD
   bool avx512_bf16 = false;  // bf16 dot products
+  bool avx512_vnni = false;  // 8-bit integer dot products
   bool amx_bf16 = false;     // bf16 tiles, enabled by the system
 };
 

@@ -2,12 +2,13 @@
 //
 // What happens to projected rows before they are appended or attended: clip, normalisation of heads
 // and rotary positions, in place. The bits of a row depend on the row, its position and the layer
-// only; they are the same for every instruction set (plain C++ loops).
+// only; they are the same for every instruction set.
 #pragma once
 
 #include <cstdint>
 
 #include "engine/attention_spec.h"
+#include "engine/cpu/attention_kernel.h"
 
 namespace attend {
 
@@ -17,13 +18,13 @@ struct RopeAngles {
   float cosine[kMaxHeadDim / 2];
   float sine[kMaxHeadDim / 2];
 };
-void ComputeRopeAngles(const RopeSpec& rope, int64_t position, RopeAngles& angles);
+void ComputeRopeAngles(CpuIsa isa, const RopeSpec& rope, int64_t position, RopeAngles& angles);
 
 // Rotates the first rope.dim elements of one head.
-void RotateHead(const RopeSpec& rope, const RopeAngles& angles, float* head);
+void RotateHead(CpuIsa isa, const RopeSpec& rope, const RopeAngles& angles, float* head);
 
 // x * weight / sqrt(mean(x^2) + eps) over `dim` elements; a null weight is ones.
-void NormaliseHead(const float* weight, float eps, int dim, float* head);
+void NormaliseHead(CpuIsa isa, const float* weight, float eps, int dim, float* head);
 
 // Clamps to [-limit, limit]; NaN stays.
 void Clip(float limit, float* values, int64_t count);

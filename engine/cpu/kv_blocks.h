@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where a token's key and value lie inside a block of the CPU engine: per key head
-// [head_dim][tokens] (transposed, so that a vector holds one dimension of consecutive keys), then
-// per value head [tokens][v_head_dim]. The attention stage is the only reader; nothing here knows
-// about numbers.
+// Where a token's key and value lie inside a block of the CPU engine. Two matrices per head: values
+// [tokens][v_head_dim] and keys [head_dim][tokens] (transposed, so that a vector holds one
+// dimension of consecutive keys). BF16 interleaves two rows of either matrix, so that a 32-bit unit
+// is what a dot product takes: keys [head_dim / 2][tokens][2], values [tokens / 2][v_head_dim][2].
+// I8 has float scales per head: of keys [tokens], of values [tokens]. The attention stage is the
+// only reader; nothing here knows about numbers.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +14,44 @@
 
 namespace attend {
 
+// All values lie before all keys: a vector load that starts in a row of values may run over its end
+// but stays within the block.
 struct KvBlockLayout {
   KvGeometry geometry;
   int block_tokens = kBlockTokens;  // 16, 32, 48 or 64
 
-  // Byte offset of a head's keys [head_dim][block_tokens] from the block's start.
-  int64_t KeyOffset(int kv_head) const {
-    return int64_t{kv_head} * geometry.head_dim * block_tokens * DTypeBytes(geometry.dtype);
-  }
-  // Byte offset of a head's values [block_tokens][v_head_dim] from the block's start.
+  // Two rows of a matrix are interleaved.
+  bool paired() const { return geometry.dtype == DType::kBF16; }
+
+  // Byte offsets of a head's matrices and scales from the block's start.
   int64_t ValueOffset(int kv_head) const {
-    return KeyOffset(geometry.kv_heads) +
-           int64_t{kv_head} * geometry.v_head_dim * block_tokens * DTypeBytes(geometry.dtype);
+    return int64_t{kv_head} * geometry.v_head_dim * block_tokens * DTypeBytes(geometry.dtype);
+  }
+  int64_t KeyOffset(int kv_head) const {
+    const int64_t rows = paired() ? (geometry.head_dim + 1) / 2 * 2 : geometry.head_dim;
+    return ValueOffset(geometry.kv_heads) +
+           kv_head * rows * block_tokens * DTypeBytes(geometry.dtype);
+  }
+  int64_t KeyScaleOffset(int kv_head) const {
+    return KeyOffset(geometry.kv_heads) + kv_head * block_tokens * geometry.ScaleBytes();
+  }
+  int64_t ValueScaleOffset(int kv_head) const {
+    return KeyScaleOffset(geometry.kv_heads) + kv_head * block_tokens * geometry.ScaleBytes();
+  }
+
+  // Byte offset of an element from its matrix.
+  int64_t KeyElement(int64_t dimension, int64_t slot) const {
+    return Element(dimension, slot, block_tokens);
+  }
+  int64_t ValueElement(int64_t slot, int64_t dimension) const {
+    return Element(slot, dimension, geometry.v_head_dim);
+  }
+
+ private:
+  int64_t Element(int64_t row, int64_t column, int64_t columns) const {
+    const int64_t index =
+        paired() ? (row / 2 * columns + column) * 2 + row % 2 : row * columns + column;
+    return index * DTypeBytes(geometry.dtype);
   }
 };
 

@@ -3,7 +3,7 @@
 
 #include <omp.h>
 
-#include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "engine/util/status_macros.h"
@@ -21,9 +21,8 @@ constexpr size_t kMaxPrimitives = 2048;
 // layout.
 constexpr int64_t kLayoutRows = 64;
 
-memory::data_type OneDnnType(DType dtype) {
-  return dtype == DType::kBF16 ? memory::data_type::bf16 : memory::data_type::f32;
-}
+constexpr memory::data_type kType = memory::data_type::bf16;
+constexpr int64_t kTypeBytes = 2;
 
 absl::Status OneDnnError(const dnnl::error& error) {
   return absl::InternalError(std::string("oneDNN: ") + error.what());
@@ -38,7 +37,7 @@ bool IsBrgemm(const dnnl::matmul::primitive_desc& description) {
 OneDnnMatmul::OneDnnMatmul(int workers) : engine_(dnnl::engine::kind::cpu, 0) {
   omp_set_num_threads(1);
   for (int i = 0; i < workers; ++i) {
-    workers_.push_back({dnnl::stream(engine_), MappedMemory(), MappedMemory()});
+    workers_.push_back({dnnl::stream(engine_), MappedMemory(), MappedMemory(), MappedMemory()});
   }
 }
 
@@ -51,11 +50,10 @@ std::string OneDnnMatmul::Version() {
 // The first brgemm implementation, or whatever comes last when there is none.
 dnnl::matmul::primitive_desc OneDnnMatmul::Describe(const Key& key, const memory::desc& weights) {
   const Shape& shape = key.shape;
-  const memory::data_type type = OneDnnType(shape.dtype);
   dnnl::primitive_attr attributes;
   attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
   // brgemm takes x and y without gaps only, so panels are written to a tile and copied on.
-  const memory::desc x({key.rows, shape.inner}, type, memory::dims{shape.inner, 1});
+  const memory::desc x({key.rows, shape.inner}, kType, memory::dims{shape.inner, 1});
   const memory::desc y({key.rows, shape.columns}, memory::data_type::f32,
                        memory::dims{shape.columns, 1});
   dnnl::matmul::primitive_desc description(dnnl::matmul::desc(x, weights, y), attributes, engine_);
@@ -68,13 +66,11 @@ absl::StatusOr<memory::desc> OneDnnMatmul::PackedLayout(const Shape& shape) {
   if (const auto known = layouts_.find(shape); known != layouts_.end()) return known->second;
   omp_set_num_threads(1);
   try {
-    const memory::desc any({shape.inner, shape.columns}, OneDnnType(shape.dtype),
-                           memory::format_tag::any);
+    const memory::desc any({shape.inner, shape.columns}, kType, memory::format_tag::any);
     const auto description = Describe({shape, kLayoutRows}, any);
     if (!IsBrgemm(description)) {
       return absl::UnimplementedError("oneDNN has no brgemm for " + std::to_string(shape.inner) +
-                                      " x " + std::to_string(shape.columns) + " " +
-                                      DTypeName(shape.dtype));
+                                      " x " + std::to_string(shape.columns) + " BF16");
     }
     return layouts_.emplace(shape, description.weights_desc()).first->second;
   } catch (const dnnl::error& error) {
@@ -102,7 +98,7 @@ absl::StatusOr<memory> OneDnnMatmul::Pack(const Shape& shape, const void* plain,
   if (layout == layouts_.end()) return absl::InternalError("Pack before PackedBytes");
   omp_set_num_threads(1);
   try {
-    const memory::desc plain_layout({shape.inner, shape.columns}, OneDnnType(shape.dtype),
+    const memory::desc plain_layout({shape.inner, shape.columns}, kType,
                                     memory::dims{1, shape.inner});
     memory from(plain_layout, engine_, const_cast<void*>(plain));
     memory to(layout->second, engine_, packed);
@@ -141,20 +137,30 @@ absl::Status OneDnnMatmul::Prepare(const Shape& shape, int64_t rows) {
       static_cast<int64_t>(primitives_.front().description.scratchpad_desc().get_size());
   for (Worker& worker : workers_) {
     RETURN_IF_ERROR(worker.tile.Reserve(rows * shape.columns * int64_t{sizeof(float)}));
+    RETURN_IF_ERROR(worker.gathered.Reserve(rows * shape.inner * kTypeBytes));
     RETURN_IF_ERROR(worker.scratchpad.Reserve(scratchpad_bytes));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<const float*> OneDnnMatmul::Run(const Shape& shape, const memory& weights,
-                                               const void* x, int64_t rows, int worker) {
+absl::StatusOr<float*> OneDnnMatmul::Run(const Shape& shape, const memory& weights,
+                                         const void* const* x, int64_t rows, int worker) {
   const auto found = by_key_.find({shape, rows});
   if (found == by_key_.end()) return absl::InternalError("Run before Prepare");
   const Primitive& primitive = *found->second;
   Worker& own = workers_[worker];
+  const void* plain = x[0];
+  const int64_t row_bytes = shape.inner * kTypeBytes;
+  const auto* first = static_cast<const std::byte*>(x[0]);
+  for (int64_t r = 1; r < rows && plain == x[0]; ++r) {
+    if (x[r] != first + r * row_bytes) plain = own.gathered.data();
+  }
+  for (int64_t r = 0; r < rows && plain != x[0]; ++r) {
+    std::memcpy(own.gathered.data() + r * row_bytes, x[r], static_cast<size_t>(row_bytes));
+  }
   omp_set_num_threads(1);
   try {
-    const memory from(primitive.description.src_desc(), engine_, const_cast<void*>(x));
+    const memory from(primitive.description.src_desc(), engine_, const_cast<void*>(plain));
     const memory to(primitive.description.dst_desc(), engine_, own.tile.data());
     const memory scratchpad(primitive.description.scratchpad_desc(), engine_,
                             own.scratchpad.data());
@@ -169,7 +175,7 @@ absl::StatusOr<const float*> OneDnnMatmul::Run(const Shape& shape, const memory&
   } catch (const dnnl::error& error) {
     return OneDnnError(error);
   }
-  return reinterpret_cast<const float*>(own.tile.data());
+  return reinterpret_cast<float*>(own.tile.data());
 }
 
 }  // namespace attend

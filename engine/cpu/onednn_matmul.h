@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// oneDNN's packed matmul as the projection needs it: one column panel at a time, single-threaded,
-// exact row counts. The only file that sees oneDNN. Its brgemm kernels were found bit-identical
-// over row counts; its other kernels were not, so a shape without brgemm is refused here.
+// oneDNN's packed BF16 matmul as the projection needs it: one column panel at a time,
+// single-threaded, exact row counts, float32 sums. The only file that sees oneDNN. Its brgemm
+// kernels were found bit-identical over row counts; its other kernels were not, so a shape without
+// brgemm is refused here.
 //
 // Threads: Pack, Prepare by the caller's thread; Run by any worker in between. oneDNN bakes the
 // number of OpenMP threads into a primitive when it is made, so every entry point sets it to one
@@ -19,7 +20,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/cpu/mapped_memory.h"
-#include "engine/util/dtype.h"
 
 namespace attend {
 
@@ -28,7 +28,6 @@ class OneDnnMatmul {
   struct Shape {
     int64_t inner = 0;
     int64_t columns = 0;
-    DType dtype = DType::kF32;  // of x and weights: F32 or BF16; sums are F32
 
     friend auto operator<=>(const Shape&, const Shape&) = default;
   };
@@ -37,27 +36,25 @@ class OneDnnMatmul {
 
   static std::string Version();  // "onednn2.6.3"
 
-  // Name of the brgemm kernel that serves the shape, e.g. "brg:avx512_core"; UNIMPLEMENTED without
-  // one.
+  // Name of the brgemm kernel that serves the shape, e.g. "brg:avx512_core_bf16"; UNIMPLEMENTED
+  // without one.
   absl::StatusOr<std::string> KernelName(const Shape& shape);
 
   // Bytes of the packed weights of a shape that KernelName accepts.
   absl::StatusOr<int64_t> PackedBytes(const Shape& shape);
 
-  // Reorders plain [columns][inner] weights of the shape's dtype into `packed`, 64-byte aligned and
+  // Reorders plain [columns][inner] BF16 weights into `packed`, 64-byte aligned and
   // as long-lived as the result. Any thread.
   absl::StatusOr<dnnl::memory> Pack(const Shape& shape, const void* plain, void* packed);
 
   // Makes the primitive for a row count unless it is kept from before.
   absl::Status Prepare(const Shape& shape, int64_t rows);
 
-  // x [rows, inner] times packed weights; the sums go to the worker's tile, [rows, columns] without
-  // gaps, valid until its next Run. After Prepare of the same shape and rows.
-  absl::StatusOr<const float*> Run(const Shape& shape, const dnnl::memory& weights, const void* x,
-                                   int64_t rows, int worker);
-
-  // Most rows of one Run: a tile of 128 columns then takes 128 KiB, an eighth of a small L2 cache.
-  static constexpr int64_t kMaxRows = 256;
+  // Rows of x ([rows] pointers to [inner] BF16) times packed weights; the sums go to the worker's
+  // tile, [rows, columns] without gaps, valid until its next Run. After Prepare of the same shape
+  // and rows.
+  absl::StatusOr<float*> Run(const Shape& shape, const dnnl::memory& weights, const void* const* x,
+                             int64_t rows, int worker);
 
  private:
   struct Key {
@@ -74,6 +71,7 @@ class OneDnnMatmul {
   struct Worker {
     dnnl::stream stream;
     MappedMemory tile;
+    MappedMemory gathered;  // rows of x that do not lie one after another
     MappedMemory scratchpad;
   };
 

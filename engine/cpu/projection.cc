@@ -2,27 +2,33 @@
 #include "engine/cpu/projection.h"
 
 #include <algorithm>
-#include <atomic>
 #include <mutex>
 #include <string>
 #include <utility>
-#include <vector>
 
-#include "engine/cpu/mapped_memory.h"
 #include "engine/cpu/onednn_matmul.h"
-#include "engine/cpu/own_gemm.h"
 #include "engine/cpu/row_convert.h"
 #include "engine/util/status_macros.h"
 
 namespace attend {
 namespace {
 
-// Below this many rows a task would be shorter than handing it out.
-constexpr int64_t kMinChunkRows = 16;
+// Multiply-adds of the smallest task: some 3 us, ten times what handing it out costs.
+constexpr int64_t kMinTaskWork = 6 * 64 * 1024;
 
-int64_t RoundUp(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
+// Reading weights from memory takes as long as computing so many rows with them.
+constexpr int64_t kRowsOfReading = 16;
+
+// Rows quantised by one task.
+constexpr int64_t kRowsPerQuantise = 8;
+
+// |sum of products| <= 127 x 127 x inner must stay below 2^31.
+constexpr int64_t kMaxI8Inner = 133000;
+
+// Floats of a worker's scratch: sums, and a widened block, of the widest strip.
+constexpr int64_t kWidestStrip = 64;
+constexpr int64_t kSumFloats = kGemmRows * kWidestStrip;
+constexpr int64_t kWideFloats = 2 * kGemmBlockGroups * kWidestStrip;
 
 // The first error of a phase, from any worker.
 class FirstError {
@@ -38,147 +44,41 @@ class FirstError {
   absl::Status status_;
 };
 
-// Rows [begin, begin + count) of `view`, converted to `dtype`: [count][columns].
-std::vector<std::byte> PlainRows(CpuIsa isa, const WeightView& view, int64_t begin, int64_t count,
-                                 DType dtype) {
-  std::vector<std::byte> plain(static_cast<size_t>(count * view.columns * DTypeBytes(dtype)));
-  for (int64_t r = 0; r < count; ++r) {
-    std::byte* row = plain.data() + r * view.columns * DTypeBytes(dtype);
-    const int64_t first = (begin + r) * view.row_stride;
-    if (view.column_stride == 1) {
-      const auto* source =
-          static_cast<const std::byte*>(view.data) + first * DTypeBytes(view.dtype);
-      ConvertElements(isa, view.dtype, source, dtype, row, view.columns);
-      continue;
-    }
-    for (int64_t c = 0; c < view.columns; ++c) StoreFloat(dtype, view.At(begin + r, c), row, c);
-  }
-  return plain;
+// Null where the machine has none.
+const GemmKernel* KernelFor(CpuIsa isa, const CpuInfo& cpu, DType weights, DType compute) {
+  const bool wide = isa == CpuIsa::kAvx512;
+  if (compute == DType::kI8) return wide && cpu.avx512_vnni ? &kGemmVnniI8 : &kGemmAvx2I8;
+  if (compute == DType::kBF16) return wide && cpu.avx512_bf16 ? &kGemmBF16Dot : nullptr;
+  if (weights == DType::kBF16) return wide ? &kGemmAvx512BF16 : &kGemmAvx2BF16;
+  return wide ? &kGemmAvx512F32 : &kGemmAvx2F32;
 }
 
-std::vector<float> LoadBias(const WeightView& bias, int64_t columns) {
-  std::vector<float> values(static_cast<size_t>(columns), 0.0f);
-  for (int64_t c = 0; bias.present() && c < columns; ++c) values[c] = bias.At(c, 0);
-  return values;
+bool UsesTiles(CpuIsa isa, const CpuInfo& cpu) { return isa == CpuIsa::kAvx512 && cpu.amx_bf16; }
+
+int64_t StepsOf(const Product& product) {
+  const int64_t step = product.matrix->row_step(product.rows);
+  return step == 0 ? 0 : (product.rows + step - 1) / step;
+}
+
+int64_t UnitsOf(const Product& product) { return product.matrix->strips() * StepsOf(product); }
+
+// Multiply-adds of one unit, or what reading its weights costs.
+int64_t UnitWork(const Product& product) {
+  const PackedMatrix& matrix = *product.matrix;
+  const int64_t rows =
+      product.rows < kRowsOfReading ? kRowsOfReading : matrix.row_step(product.rows);
+  return rows * matrix.strip_columns() * matrix.inner();
 }
 
 }  // namespace
 
-class OneDnnMatrix final : public PackedMatrix {
- public:
-  OneDnnMatrix(OneDnnMatmul& onednn, const WeightView& view, const WeightView& bias, DType compute)
-      : PackedMatrix(view.rows, view.columns, compute),
-        onednn_(onednn),
-        bias_(LoadBias(bias, view.rows)) {}
-
-  absl::Status Pack(CpuIsa isa, const WeightView& view, WorkerPool& pool) {
-    ASSIGN_OR_RETURN(const std::string kernel, onednn_.KernelName(ShapeOf(0)));
-    name_ = "onednn " + kernel;
-    ASSIGN_OR_RETURN(int64_t panel_bytes, onednn_.PackedBytes(ShapeOf(0)));
-    RETURN_IF_ERROR(onednn_.PackedBytes(ShapeOf(panels() - 1)).status());
-    panel_bytes = RoundUp(panel_bytes, 64);
-    RETURN_IF_ERROR(memory_.Allocate(panel_bytes * panels()));
-    packed_.resize(static_cast<size_t>(panels()));
-    FirstError error;
-    pool.ParallelFor(panels(), [&](int64_t panel, int) {
-      const OneDnnMatmul::Shape shape = ShapeOf(panel);
-      const std::vector<std::byte> plain =
-          PlainRows(isa, view, panel * panel_columns(), shape.columns, compute_dtype());
-      auto packed = onednn_.Pack(shape, plain.data(), memory_.data() + panel * panel_bytes);
-      if (!packed.ok()) return error.Set(packed.status());
-      packed_[panel] = *packed;
-    });
-    return error.status();
-  }
-
-  int64_t packed_bytes() const override { return memory_.bytes(); }
-  const char* implementation() const override { return name_.c_str(); }
-
-  absl::Status Prepare(int64_t rows) override {
-    RETURN_IF_ERROR(onednn_.Prepare(ShapeOf(0), rows));
-    return onednn_.Prepare(ShapeOf(panels() - 1), rows);
-  }
-
-  absl::Status RunPanel(int64_t panel, const void* x, int64_t rows, float* y, int worker) override {
-    const OneDnnMatmul::Shape shape = ShapeOf(panel);
-    ASSIGN_OR_RETURN(const float* tile, onednn_.Run(shape, packed_[panel], x, rows, worker));
-    const int64_t column = panel * panel_columns();
-    const float* bias = bias_.data() + column;
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* from = tile + r * shape.columns;
-      float* to = y + r * columns() + column;
-      for (int64_t c = 0; c < shape.columns; ++c) to[c] = from[c] + bias[c];
-    }
-    return absl::OkStatus();
-  }
-
- private:
-  OneDnnMatmul::Shape ShapeOf(int64_t panel) const {
-    return {inner(), std::min(panel_columns(), columns() - panel * panel_columns()),
-            compute_dtype()};
-  }
-
-  OneDnnMatmul& onednn_;
-  std::vector<float> bias_;
-  std::string name_;
-  MappedMemory memory_;
-  std::vector<dnnl::memory> packed_;  // [panels] views of memory_
-};
-
-// Computes in F32; BF16 weights stay BF16 in memory and are widened in registers.
-class OwnMatrix final : public PackedMatrix {
- public:
-  OwnMatrix(CpuIsa isa, const WeightView& view, const WeightView& bias)
-      : PackedMatrix(view.rows, view.columns, DType::kF32),
-        isa_(isa),
-        stored_(view.dtype == DType::kBF16 ? DType::kBF16 : DType::kF32),
-        bias_(LoadBias(bias, view.rows)) {}
-
-  absl::Status Pack(const WeightView& view, WorkerPool& pool) {
-    const int64_t strip = OwnGemmStrip(isa_);
-    const int64_t strips = RoundUp(columns(), strip) / strip;
-    const int64_t element = DTypeBytes(stored_);
-    RETURN_IF_ERROR(memory_.Allocate(strips * strip * inner() * element));
-    pool.ParallelFor(strips, [&](int64_t s, int) {
-      const int64_t count = std::min(strip, columns() - s * strip);
-      const std::vector<std::byte> plain = PlainRows(isa_, view, s * strip, count, stored_);
-      std::byte* packed = memory_.data() + s * strip * inner() * element;
-      for (int64_t c = 0; c < count; ++c) {
-        for (int64_t i = 0; i < inner(); ++i) {
-          std::copy_n(plain.data() + (c * inner() + i) * element, element,
-                      packed + (i * strip + c) * element);
-        }
-      }
-    });
-    return absl::OkStatus();
-  }
-
-  int64_t packed_bytes() const override { return memory_.bytes(); }
-  const char* implementation() const override { return "own"; }
-  absl::Status Prepare(int64_t) override { return absl::OkStatus(); }
-
-  absl::Status RunPanel(int64_t panel, const void* x, int64_t rows, float* y, int) override {
-    const int64_t column = panel * panel_columns();
-    const int64_t count = std::min(panel_columns(), columns() - column);
-    OwnGemm(isa_, stored_, memory_.data() + column * inner() * DTypeBytes(stored_),
-            bias_.data() + column, inner(), count, static_cast<const float*>(x), rows, y + column,
-            columns());
-    return absl::OkStatus();
-  }
-
- private:
-  const CpuIsa isa_;
-  const DType stored_;
-  std::vector<float> bias_;
-  MappedMemory memory_;
-};
-
-std::string ProjectionLibrary(CpuIsa isa) {
-  return isa == CpuIsa::kAvx512 ? OneDnnMatmul::Version() : "own";
+std::string ProjectionLibrary(CpuIsa isa, const CpuInfo& cpu) {
+  return UsesTiles(isa, cpu) ? OneDnnMatmul::Version() : "own";
 }
 
-Projector::Projector(CpuIsa isa, WorkerPool& pool) : isa_(isa), pool_(pool) {
-  if (isa == CpuIsa::kAvx512) onednn_ = std::make_unique<OneDnnMatmul>(pool.workers());
+Projector::Projector(CpuIsa isa, const CpuInfo& cpu, WorkerPool& pool)
+    : isa_(isa), cpu_(cpu), pool_(pool), scratch_(static_cast<size_t>(pool.workers())) {
+  if (UsesTiles(isa, cpu)) onednn_ = std::make_unique<OneDnnMatmul>(pool.workers());
 }
 
 Projector::~Projector() = default;
@@ -193,50 +93,139 @@ absl::StatusOr<std::unique_ptr<PackedMatrix>> Projector::Pack(const WeightView& 
     return absl::InternalError("projection: bias of " + std::to_string(bias.rows) +
                                " elements for " + std::to_string(matrix.rows) + " columns");
   }
-  if (onednn_ != nullptr) {
-    auto packed = std::make_unique<OneDnnMatrix>(*onednn_, matrix, bias, compute);
-    const absl::Status status = packed->Pack(isa_, matrix, pool_);
-    if (status.ok()) return std::unique_ptr<PackedMatrix>(std::move(packed));
-    if (!absl::IsUnimplemented(status) || compute != DType::kF32) return status;
+  if (compute == DType::kI8 && matrix.columns > kMaxI8Inner) {
+    return absl::UnimplementedError("projection: I8 sums of " + std::to_string(matrix.columns) +
+                                    " products do not fit 32 bits");
   }
-  if (compute != DType::kF32) return absl::UnimplementedError("no BF16 product on this machine");
-  auto packed = std::make_unique<OwnMatrix>(isa_, matrix, bias);
-  RETURN_IF_ERROR(packed->Pack(matrix, pool_));
-  return std::unique_ptr<PackedMatrix>(std::move(packed));
+  if (compute == DType::kBF16 && onednn_ != nullptr) {
+    return PackForOneDnn(*onednn_, isa_, matrix, bias, pool_);
+  }
+  const GemmKernel* kernel = KernelFor(isa_, cpu_, matrix.dtype, compute);
+  if (kernel == nullptr) return absl::UnimplementedError("no BF16 product on this machine");
+  return PackForKernel(*kernel, isa_, matrix, bias, compute, pool_);
 }
 
 absl::Status Projector::Run(std::span<const Product> products) {
-  // Rows are cut where weights need not be read twice for it, or where panels alone can't keep the
-  // workers busy. Neither changes a row's bits.
-  int64_t chunk = OneDnnMatmul::kMaxRows;
-  const auto task_count = [&](const Product& product) {
-    return product.matrix->panels() * ((product.rows + chunk - 1) / chunk);
-  };
-  const auto total_tasks = [&] {
-    int64_t tasks = 0;
-    for (const Product& product : products) tasks += task_count(product);
-    return tasks;
-  };
-  while (chunk > kMinChunkRows && total_tasks() < 2 * pool_.workers()) chunk /= 2;
-  for (const Product& product : products) {
-    if (product.rows >= chunk) RETURN_IF_ERROR(product.matrix->Prepare(chunk));
-    if (product.rows % chunk > 0) RETURN_IF_ERROR(product.matrix->Prepare(product.rows % chunk));
+  for (MappedMemory& scratch : scratch_) {
+    RETURN_IF_ERROR(scratch.Reserve((kSumFloats + kWideFloats) * int64_t{sizeof(float)}));
   }
+  inputs_.clear();
+  for (const Product& product : products) {
+    RETURN_IF_ERROR(Prepare(product));
+    inputs_.push_back({product.x, nullptr});
+  }
+  RETURN_IF_ERROR(Quantise(products));
+  CutTasks(products);
   FirstError error;
-  pool_.ParallelFor(total_tasks(), [&](int64_t task, int worker) {
-    const Product* product = products.data();
-    for (; task >= task_count(*product); ++product) task -= task_count(*product);
-    const PackedMatrix& matrix = *product->matrix;
-    const int64_t chunks = (product->rows + chunk - 1) / chunk;
-    const int64_t row = task % chunks * chunk;
-    const auto* x = static_cast<const std::byte*>(product->x) +
-                    row * matrix.inner() * DTypeBytes(matrix.compute_dtype());
+  pool_.ParallelFor(static_cast<int64_t>(tasks_.size()), [&](int64_t index, int worker) {
+    const Task& task = tasks_[static_cast<size_t>(index)];
     absl::Status status =
-        product->matrix->RunPanel(task / chunks, x, std::min(chunk, product->rows - row),
-                                  product->y + row * matrix.columns(), worker);
+        RunTask(products[task.product], inputs_[task.product], task.begin, task.end, worker);
     if (!status.ok()) error.Set(std::move(status));
   });
   return error.status();
+}
+
+absl::Status Projector::Prepare(const Product& product) {
+  if (product.rows == 0) return absl::OkStatus();
+  const int64_t step = product.matrix->row_step(product.rows);
+  RETURN_IF_ERROR(product.matrix->Prepare(step));
+  const int64_t rest = product.rows % step;
+  return rest == 0 ? absl::OkStatus() : product.matrix->Prepare(rest);
+}
+
+// Rows that products share (the same pointers) are quantised once.
+absl::Status Projector::Quantise(std::span<const Product> products) {
+  quantised_.resize(std::max(quantised_.size(), products.size()));
+  std::vector<size_t> own;  // products whose rows are quantised here
+  for (size_t i = 0; i < products.size(); ++i) {
+    const Product& product = products[i];
+    if (product.matrix->compute_dtype() != DType::kI8 || product.rows == 0) continue;
+    const auto shared = std::find_if(own.begin(), own.end(), [&](size_t j) {
+      return products[j].matrix->inner() == product.matrix->inner() && products[j].x <= product.x &&
+             product.x + product.rows <= products[j].x + products[j].rows;
+    });
+    const size_t source = shared == own.end() ? i : *shared;
+    QuantisedRows& rows = quantised_[source];
+    if (source == i) {
+      own.push_back(i);
+      RETURN_IF_ERROR(rows.bytes.Reserve(product.rows * product.matrix->padded_inner()));
+      rows.x.resize(static_cast<size_t>(product.rows));
+      rows.scale.resize(static_cast<size_t>(product.rows));
+    }
+    const int64_t first = product.x - products[source].x;
+    inputs_[i] = {rows.x.data() + first, rows.scale.data() + first};
+  }
+  for (size_t i : own) {
+    const Product& product = products[i];
+    QuantisedRows& rows = quantised_[i];
+    const int64_t inner = product.matrix->inner();
+    const int64_t padded = product.matrix->padded_inner();
+    const int offset = product.matrix->input_offset();
+    const int64_t tasks = (product.rows + kRowsPerQuantise - 1) / kRowsPerQuantise;
+    pool_.ParallelFor(tasks, [&](int64_t task, int) {
+      const int64_t end = std::min((task + 1) * kRowsPerQuantise, product.rows);
+      for (int64_t r = task * kRowsPerQuantise; r < end; ++r) {
+        auto* to = reinterpret_cast<uint8_t*>(rows.bytes.data()) + r * padded;
+        rows.scale[r] =
+            QuantiseRow(isa_, static_cast<const float*>(product.x[r]), inner, offset, to);
+        std::fill(to + inner, to + padded, uint8_t{0});
+        rows.x[r] = to;
+      }
+    });
+  }
+  return absl::OkStatus();
+}
+
+// Tasks are long at first, so that a thread reads weights one after another, and short in the end,
+// so that all threads end together however many strips there are and whatever else their cores do.
+void Projector::CutTasks(std::span<const Product> products) {
+  tasks_.clear();
+  int64_t left = 0;
+  for (const Product& product : products) left += UnitsOf(product) * UnitWork(product);
+  for (size_t i = 0; i < products.size(); ++i) {
+    const int64_t units = UnitsOf(products[i]);
+    const int64_t work = UnitWork(products[i]);
+    for (int64_t begin = 0; begin < units;) {
+      const int64_t wanted = std::max(left / (2 * pool_.workers()), kMinTaskWork);
+      const int64_t count = std::clamp<int64_t>(wanted / work, 1, units - begin);
+      tasks_.push_back({static_cast<int>(i), begin, begin + count});
+      begin += count;
+      left -= count * work;
+    }
+  }
+}
+
+absl::Status Projector::RunTask(const Product& product, const Input& input, int64_t begin,
+                                int64_t end, int worker) {
+  PackedMatrix& matrix = *product.matrix;
+  const int64_t step = matrix.row_step(product.rows);
+  const int64_t steps = StepsOf(product);
+  float* scratch = reinterpret_cast<float*>(scratch_[worker].data());
+  while (begin < end) {
+    const int64_t strip = begin / steps;
+    const int64_t strip_end = std::min((strip + 1) * steps, end);
+    const int64_t most = std::max<int64_t>(1, kGemmRows / step);
+    const int64_t pieces = (strip_end - begin + most - 1) / most;
+    const int64_t count = (strip_end - begin + pieces - 1) / pieces;
+    for (; begin < strip_end; begin += std::min(count, strip_end - begin)) {
+      const int64_t piece_end = std::min(begin + count, strip_end);
+      const int64_t row = begin % steps * step;
+      const int64_t row_end = std::min((piece_end - strip * steps) * step, product.rows);
+      RETURN_IF_ERROR(matrix.Run({
+          .strip = strip,
+          .next_follows = piece_end == strip_end && strip_end < end,
+          .x = input.x + row,
+          .x_scale = input.scale == nullptr ? nullptr : input.scale + row,
+          .y = product.y + row,
+          .rows = row_end - row,
+          .sums = scratch,
+          .wide = scratch + kSumFloats,
+          .worker = worker,
+      }));
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace attend

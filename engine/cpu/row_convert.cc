@@ -2,7 +2,10 @@
 #include "engine/cpu/row_convert.h"
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "engine/cpu/row_convert.cc"
@@ -81,6 +84,49 @@ HWY_NOINLINE int64_t ConvertVectors(DType from_dtype, const void* from, DType to
   return end;
 }
 
+// Largest of |x| as its bits, which are ordered as magnitudes are, infinity and NaN last.
+HWY_NOINLINE int32_t LargestMagnitude(const float* from, int64_t count) {
+  const hn::ScalableTag<int32_t> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto* bits = reinterpret_cast<const int32_t*>(from);
+  const auto magnitude = hn::Set(d, 0x7fffffff);
+  auto largest = hn::Zero(d);
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    largest = hn::Max(largest, hn::And(hn::LoadU(d, bits + i), magnitude));
+  }
+  int32_t result = hn::GetLane(hn::MaxOfLanes(d, largest));
+  for (; i < count; ++i) result = std::max(result, bits[i] & 0x7fffffff);
+  return result;
+}
+
+// Bytes round(x * factor) + offset; every product is below 127.5. Adding 1.5 x 2^23 rounds to an
+// integer that the low bits then hold, the last of them modulo 256.
+HWY_NOINLINE void QuantiseVectors(const float* from, int64_t count, float factor, int offset,
+                                  uint8_t* to) {
+  const hn::ScalableTag<float> d;
+  const hn::Rebind<uint32_t, decltype(d)> du;
+  const hn::Rebind<uint8_t, decltype(d)> bytes;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  constexpr float kRound = 12582912.0f;
+  const auto scale = hn::Set(d, factor);
+  const auto add = hn::Set(du, static_cast<uint32_t>(offset));
+  const auto quantise = [&](auto x) {
+    const auto rounded = hn::Add(hn::Mul(x, scale), hn::Set(d, kRound));
+    return hn::And(hn::Add(hn::BitCast(du, rounded), add), hn::Set(du, 0xff));
+  };
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    hn::StoreU(hn::U8FromU32(quantise(hn::LoadU(d, from + i))), bytes, to + i);
+  }
+  if (i == count) return;
+  HWY_ALIGN float end[hn::MaxLanes(d)] = {};
+  HWY_ALIGN uint8_t end_bytes[hn::MaxLanes(d)];
+  std::copy(from + i, from + count, end);
+  hn::Store(hn::U8FromU32(quantise(hn::Load(d, end))), bytes, end_bytes);
+  std::copy(end_bytes, end_bytes + (count - i), to + i);
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace attend
 HWY_AFTER_NAMESPACE();
@@ -120,6 +166,19 @@ void ConvertElements(CpuIsa isa, DType from_dtype, const void* from, DType to_dt
     ConvertWithFloat(isa, DType::kF32, wide, to_dtype,
                      static_cast<char*>(to) + begin * DTypeBytes(to_dtype), part);
   }
+}
+
+float QuantiseRow(CpuIsa isa, const float* from, int64_t count, int offset, uint8_t* to) {
+  const bool wide = isa == CpuIsa::kAvx512;
+  const float largest = std::bit_cast<float>(wide ? N_AVX3::LargestMagnitude(from, count)
+                                                  : N_AVX2::LargestMagnitude(from, count));
+  if (!std::isfinite(largest) || largest < 0x1p-100f) {
+    std::memset(to, offset, static_cast<size_t>(count));
+    return std::isfinite(largest) ? 0 : std::numeric_limits<float>::quiet_NaN();
+  }
+  (wide ? N_AVX3::QuantiseVectors : N_AVX2::QuantiseVectors)(from, count, 127 / largest, offset,
+                                                             to);
+  return largest / 127;
 }
 
 }  // namespace attend

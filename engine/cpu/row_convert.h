@@ -15,4 +15,9 @@ namespace attend {
 void ConvertElements(CpuIsa isa, DType from_dtype, const void* from, DType to_dtype, void* to,
                      int64_t count);
 
+// Symmetric 8-bit integers of a row, to nearest even, each with `offset` added. Returns the scale
+// that turns them back: max|x| / 127. A row of zeros, or of magnitudes below 2^-100, gives zeros
+// and scale 0; one with a value that is not finite gives zeros and scale NaN.
+float QuantiseRow(CpuIsa isa, const float* from, int64_t count, int offset, uint8_t* to);
+
 }  // namespace attend

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Vector arithmetic of the attention tile, compiled once per instruction set: exp, tanh, and the
-// two register tiles (scores = Q K^T, output += P V). Included by attention_tile.cc only. Every sum
-// runs over one fixed ascending index per output element, so an element's bits do not depend on the
-// shape of its tile. Each multiply that feeds an addition is an explicit fused one, leaving the
-// compiler nothing to contract.
+// register tile of both products (scores = Q K^T, output += P V), in fp32 or bf16 dot products.
+// Included by attention_tile.cc and its parts only. Every sum runs over one fixed ascending index
+// per output element, so an element's bits do not depend on the shape of its tile. Each multiply
+// that feeds an addition is an explicit fused one, leaving the compiler nothing to contract.
 #if defined(ATTEND_VECTOR_KERNELS_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef ATTEND_VECTOR_KERNELS_INL_H
 #undef ATTEND_VECTOR_KERNELS_INL_H
@@ -28,6 +28,7 @@ using D = hn::ScalableTag<float>;
 using V = hn::Vec<D>;
 constexpr int kLanes = HWY_LANES(float);
 constexpr int kStripRows = 6;                       // query rows of a register tile
+constexpr bool kHasDot = HWY_TARGET == HWY_AVX3;    // instructions that the caller has to check
 constexpr int kTileVectors = kLanes == 16 ? 4 : 2;  // 24 accumulators of 32, 12 of 16 registers
 
 // exp(x) for x <= 0: exactly 1 at 0, exactly 0 below -87 and at -inf, NaN for NaN. 2^r on [-1/2,
@@ -36,8 +37,9 @@ HWY_INLINE V ExpNonPositive(V x) {
   const D d;
   const hn::Rebind<int32_t, D> di;
   const V log2e = hn::Set(d, 1.44269504f);
-  // Adding 1.5 x 2^23 rounds to an integer that the sum's low bits then hold.
-  const V magic = hn::Set(d, 12582912.0f);
+  // Adding 1.5 x 2^23 rounds to an integer that the sum's low bits then hold, with the 127 added
+  // too, as a float's exponent bits.
+  const V magic = hn::Set(d, 12582912.0f + 127.0f);
   const V shifted = hn::MulAdd(x, log2e, magic);
   const V r = hn::MulSub(x, log2e, hn::Sub(shifted, magic));
   V p = hn::Set(d, 0.0001535335904918611f);
@@ -47,11 +49,15 @@ HWY_INLINE V ExpNonPositive(V x) {
   p = hn::MulAdd(p, r, hn::Set(d, 0.24022647738456726f));
   p = hn::MulAdd(p, r, hn::Set(d, 0.6931471824645996f));
   p = hn::MulAdd(p, r, hn::Set(d, 1.0f));
-  const auto exponent =
-      hn::Add(hn::ShiftLeft<23>(hn::BitCast(di, shifted)), hn::Set(di, 0x3f800000));
   // A product, not an addition to p's exponent bits: it keeps NaN.
-  const V y = hn::Mul(p, hn::BitCast(d, exponent));
-  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, -87.0f)), y);
+  const V power = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(di, shifted)));
+  const V least = hn::Set(d, -87.0f);
+#if HWY_TARGET == HWY_AVX3
+  const auto counts = _mm512_cmp_ps_mask(x.raw, least.raw, _CMP_NLT_UQ);
+  return V{_mm512_maskz_mul_ps(counts, p.raw, power.raw)};
+#else
+  return hn::IfThenZeroElse(hn::Lt(x, least), hn::Mul(p, power));
+#endif
 }
 
 // tanh(x) without overflow: odd polynomial (5e-9) near 0, (1 - e) / (1 + e) with e = exp(-2|x|)
@@ -71,76 +77,78 @@ HWY_INLINE V Tanh(V x) {
   return hn::IfThenElse(hn::Lt(hn::Abs(x), hn::Set(d, 0.625f)), small, large);
 }
 
-HWY_INLINE V LoadWide(const float* from) { return hn::LoadU(D(), from); }
-HWY_INLINE V LoadWide(const hwy::bfloat16_t* from) {
-  const D d;
-  return hn::PromoteTo(d, hn::LoadU(hn::Rebind<hwy::bfloat16_t, D>(), from));
-}
-HWY_INLINE V LoadWide(const hwy::float16_t* from) {
-  const D d;
-  return hn::PromoteTo(d, hn::LoadU(hn::Rebind<hwy::float16_t, D>(), from));
+// acc + a b. With kDot every 32-bit unit holds a pair of bf16 numbers, and both products are added.
+// Assembler, because Highway's function attributes lack AVX512_BF16, and a file compiled with it
+// could leak its instructions into inline functions shared with other files.
+template <bool kDot>
+HWY_INLINE V MultiplyAdd(V a, V b, V acc) {
+#if HWY_TARGET == HWY_AVX3
+  if constexpr (kDot) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc.raw) : "v"(a.raw), "v"(b.raw));
+    return acc;
+  }
+#endif
+  static_assert(!kDot || kHasDot);
+  return hn::MulAdd(a, b, acc);
 }
 
-// s[r][n] = sum over i of q[r][i] * k[i][n], i ascending; R rows, kVectors vectors of keys.
-template <int kRows, int kVectors, class T>
-HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t q_stride, const T* HWY_RESTRICT k,
-                            int64_t k_stride, int64_t depth, float* HWY_RESTRICT s,
-                            int64_t s_stride) {
+// One matrix product A B with few rows: A [rows, steps], B [steps, columns], C [rows, columns].
+// Strides are in 32-bit units: floats, or pairs of bf16 numbers in A and B of a dot product. The
+// rows of B that follow in memory order are fetched ahead from `ahead`, which has B's strides.
+struct Factors {
+  const float* a;
+  int64_t a_stride;
+  const float* b;
+  int64_t b_stride;
+  int64_t steps;
+  const float* ahead;  // null = nothing to fetch
+};
+
+// c[r][n] = (kOld ? c[r][n] * scale[r] : 0) + sum over i of a[r][i] * b[i][n], i ascending.
+template <bool kDot, bool kOld, int kRows, int kVectors>
+HWY_NOINLINE void ProductTile(const Factors& factors, const float* HWY_RESTRICT scale,
+                              float* HWY_RESTRICT c, int64_t c_stride) {
   const D d;
+  const float* HWY_RESTRICT a = factors.a;
+  const float* HWY_RESTRICT b = factors.b;
+  const float* ahead = factors.ahead;
+  const int64_t a_stride = factors.a_stride;
+  const int64_t b_stride = factors.b_stride;
+  const int64_t steps = factors.steps;
   V acc[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) acc[r][n] = hn::Zero(d);
-  }
-  for (int64_t i = 0; i < depth; ++i) {
-    V key[kVectors];
-#pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) key[n] = LoadWide(k + i * k_stride + n * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const V query = hn::Set(d, q[r * q_stride + i]);
-#pragma GCC unroll 8
-      for (int n = 0; n < kVectors; ++n) acc[r][n] = hn::MulAdd(query, key[n], acc[r][n]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) hn::StoreU(acc[r][n], d, s + r * s_stride + n * kLanes);
-  }
-}
-
-// o[r][n] = o[r][n] * alpha[r] + sum over j of p[r][j] * v[j][n], j ascending.
-template <int kRows, int kVectors, class T>
-HWY_NOINLINE void ValueTile(const float* HWY_RESTRICT p, int64_t p_stride, const T* HWY_RESTRICT v,
-                            int64_t v_stride, int64_t keys, const float* HWY_RESTRICT alpha,
-                            float* HWY_RESTRICT o, int64_t o_stride) {
-  const D d;
-  V acc[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    const V factor = hn::Set(d, alpha[r]);
 #pragma GCC unroll 8
     for (int n = 0; n < kVectors; ++n) {
-      acc[r][n] = hn::Mul(hn::LoadU(d, o + r * o_stride + n * kLanes), factor);
+      if constexpr (kOld) {
+        acc[r][n] = hn::Mul(hn::LoadU(d, c + r * c_stride + n * kLanes), hn::Set(d, scale[r]));
+      } else {
+        acc[r][n] = hn::Zero(d);
+      }
     }
   }
-  for (int64_t j = 0; j < keys; ++j) {
-    V value[kVectors];
+  for (int64_t i = 0; i < steps; ++i) {
+    V column[kVectors];
 #pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) value[n] = LoadWide(v + j * v_stride + n * kLanes);
+    for (int n = 0; n < kVectors; ++n) column[n] = hn::LoadU(d, b + i * b_stride + n * kLanes);
+    if (ahead != nullptr) {
+      constexpr int kLine = 16;  // floats
+#pragma GCC unroll 8
+      for (int n = 0; n < kVectors * kLanes; n += kLine) {
+        __builtin_prefetch(ahead + i * b_stride + n, 0, 2);
+      }
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const V weight = hn::Set(d, p[r * p_stride + j]);
+      const V row = hn::Set(d, a[r * a_stride + i]);
 #pragma GCC unroll 8
-      for (int n = 0; n < kVectors; ++n) acc[r][n] = hn::MulAdd(weight, value[n], acc[r][n]);
+      for (int n = 0; n < kVectors; ++n) acc[r][n] = MultiplyAdd<kDot>(row, column[n], acc[r][n]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) hn::StoreU(acc[r][n], d, o + r * o_stride + n * kLanes);
+    for (int n = 0; n < kVectors; ++n) hn::StoreU(acc[r][n], d, c + r * c_stride + n * kLanes);
   }
 }
 
@@ -163,44 +171,46 @@ HWY_INLINE void WithRows(int rows, const F& f) {
   }
 }
 
-// Calls f(integral_constant vectors, first vector) over `vectors` vectors in the widest register
-// tiles.
+// Calls f(integral_constant vectors, first vector) over `vectors` vectors in wide register tiles.
+// No single vector is left over where another cut avoids it: six rows of one vector do not fill
+// the multipliers.
 template <class F>
 HWY_INLINE void WithVectors(int vectors, const F& f) {
   int n = 0;
-  for (; n + kTileVectors <= vectors; n += kTileVectors) {
-    f(std::integral_constant<int, kTileVectors>(), n);
+  if constexpr (kTileVectors == 4) {
+    for (; vectors - n == 4 || vectors - n >= 6; n += 4) f(std::integral_constant<int, 4>(), n);
+    if (vectors - n >= 3) {
+      f(std::integral_constant<int, 3>(), n);
+      n += 3;
+    }
   }
-  if (kTileVectors > 2 && n + 2 <= vectors) {
-    f(std::integral_constant<int, 2>(), n);
-    n += 2;
-  }
+  for (; vectors - n >= 2; n += 2) f(std::integral_constant<int, 2>(), n);
   if (n < vectors) f(std::integral_constant<int, 1>(), n);
 }
 
-// Scores of `rows` rows against vectors [0, vectors) of keys of a transposed block.
-template <class T>
-void ScoreStrip(int rows, const float* q, int64_t depth, const T* k, int64_t k_stride, int vectors,
-                float* s, int64_t s_stride) {
+// ProductTile over `rows` rows and `vectors` vectors.
+template <bool kDot, bool kOld>
+void ProductStrip(int rows, int vectors, const Factors& factors, const float* scale, float* c,
+                  int64_t c_stride) {
   WithRows(rows, [&](auto r) {
     WithVectors(vectors, [&](auto n, int first) {
-      ScoreTile<decltype(r)::value, decltype(n)::value, T>(q, depth, k + first * kLanes, k_stride,
-                                                           depth, s + first * kLanes, s_stride);
+      Factors part = factors;
+      part.b += first * kLanes;
+      if (part.ahead != nullptr) part.ahead += first * kLanes;
+      ProductTile<kDot, kOld, decltype(r)::value, decltype(n)::value>(part, scale,
+                                                                      c + first * kLanes, c_stride);
     });
   });
 }
 
-// Adds weighted values of `keys` keys to `rows` rows of output, `vectors` vectors wide.
-template <class T>
-void ValueStrip(int rows, const float* p, int64_t p_stride, const T* v, int64_t v_stride,
-                int64_t keys, const float* alpha, int vectors, float* o, int64_t o_stride) {
-  WithRows(rows, [&](auto r) {
-    WithVectors(vectors, [&](auto n, int first) {
-      ValueTile<decltype(r)::value, decltype(n)::value, T>(
-          p, p_stride, v + first * kLanes, v_stride, keys, alpha, o + first * kLanes, o_stride);
-    });
-  });
+// Stores x rounded to kLanes consecutive bf16 numbers at to[0 .. kLanes / 2).
+#if HWY_TARGET == HWY_AVX3
+HWY_INLINE void StoreBF16(V x, float* to) {
+  __m256i narrow;
+  __asm__("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(x.raw));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
 }
+#endif
 
 }  // namespace
 }  // namespace HWY_NAMESPACE

@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/cpu/worker_pool.h"
 
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
 #include <chrono>
+#include <span>
 
 namespace attend {
 namespace {
@@ -9,9 +14,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // A sleeping worker takes 10..50 us to wake; between two phases of a batch there are a few
-// microseconds.
-constexpr std::chrono::microseconds kSpin{60};
-// Reading the clock costs about as much as this many pauses.
+// microseconds, and as many between two batches of a busy server.
+constexpr std::chrono::microseconds kSpin{100};
+// Reading the clock and offering the core to others cost about as much as this many pauses.
 constexpr int kPausesPerClock = 16;
 
 void Pause() {
@@ -20,7 +25,8 @@ void Pause() {
 #endif
 }
 
-// Pauses until done() or the spin time is over; returns done().
+// Pauses until done() or the spin time is over; returns done(). Whoever else wants the core gets
+// it: the threads that receive the next request, or the worker that is waited for.
 template <typename Done>
 bool SpinUntil(const Done& done) {
   const Clock::time_point end = Clock::now() + kSpin;
@@ -29,16 +35,41 @@ bool SpinUntil(const Done& done) {
       if (done()) return true;
       Pause();
     }
+    sched_yield();
   } while (Clock::now() < end);
   return done();
+}
+
+// The cores that a thread may use; none where the system does not tell.
+std::vector<int> AllowedCores(pthread_t thread) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  std::vector<int> cores;
+  if (pthread_getaffinity_np(thread, sizeof(set), &set) != 0) return cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &set)) cores.push_back(core);
+  }
+  return cores;
+}
+
+void Allow(pthread_t thread, std::span<const int> cores) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (int core : cores) CPU_SET(core, &set);
+  pthread_setaffinity_np(thread, sizeof(set), &set);  // advice: where it fails, all still works
 }
 
 }  // namespace
 
 WorkerPool::WorkerPool(int workers) : workers_(workers < 1 ? 1 : workers) {
+  if (workers_ > 1) {
+    cores_ = AllowedCores(pthread_self());
+    if (cores_.size() == static_cast<size_t>(workers_)) core_of_ = cores_;
+  }
   threads_.reserve(workers_ - 1);
   for (int worker = 1; worker < workers_; ++worker) {
     threads_.emplace_back([this, worker] { WorkerLoop(worker); });
+    pthread_setname_np(threads_.back().native_handle(), "attend-worker");
   }
 }
 
@@ -61,6 +92,7 @@ void WorkerPool::ParallelFor(int64_t tasks,
     RunTasks(0);
     return;
   }
+  if (!core_of_.empty() && (!placed_ || sched_getcpu() != core_of_[0])) SpreadWorkers();
   const uint64_t sequence = (round_.load(std::memory_order_relaxed) >> 32) + 1;
   // Sequentially consistent, like the pair in WaitForRound: either this thread sees the sleeper or
   // the sleeper sees the round.
@@ -70,9 +102,31 @@ void WorkerPool::ParallelFor(int64_t tasks,
     wake_.notify_all();
   }
   RunTasks(0);
-  round_.fetch_and(~kOpen, std::memory_order_relaxed);
-  const auto empty = [this] { return (round_.load(std::memory_order_acquire) & kInside) == 0; };
-  while (!SpinUntil(empty)) std::this_thread::yield();
+  round_.fetch_and(~kOpen);
+  const auto empty = [this] { return (round_.load() & kInside) == 0; };
+  if (SpinUntil(empty)) return;
+  std::unique_lock lock(mutex_);
+  caller_sleeps_.store(true);
+  left_.wait(lock, empty);
+  caller_sleeps_.store(false);
+}
+
+// The system wakes a worker on the core of its waker when the others look busy at that moment, and
+// a batch is over before it balances: half the speed beside an idle core. So every worker but the
+// caller has a core of its own, other than where the caller is now.
+void WorkerPool::SpreadWorkers() {
+  const auto taken = std::find(core_of_.begin(), core_of_.end(), sched_getcpu());
+  // Once somebody has moved the caller, threads are theirs to place, but for those held here.
+  const bool moved = taken == core_of_.end() || AllowedCores(pthread_self()) != cores_;
+  if (!moved) std::swap(core_of_[0], *taken);
+  for (int worker = 1; worker < workers_; ++worker) {
+    const pthread_t thread = threads_[worker - 1].native_handle();
+    const std::span<const int> own(&core_of_[worker], 1);
+    if (moved && placed_ && std::ranges::equal(AllowedCores(thread), own)) Allow(thread, cores_);
+    if (!moved && (!placed_ || own[0] == *taken)) Allow(thread, own);
+  }
+  placed_ = true;
+  if (moved) core_of_.clear();
 }
 
 void WorkerPool::RunTasks(int worker) {
@@ -92,7 +146,13 @@ void WorkerPool::WorkerLoop(int worker) {
   while (WaitForRound(sequence)) {
     if (!JoinRound(&sequence)) continue;
     RunTasks(worker);
-    round_.fetch_sub(1, std::memory_order_release);
+    // Sequentially consistent, like the pair in ParallelFor: either this thread sees the caller
+    // asleep or the caller sees the round empty.
+    round_.fetch_sub(1);
+    if (caller_sleeps_.load()) {
+      const std::lock_guard lock(mutex_);
+      left_.notify_one();
+    }
   }
 }
 

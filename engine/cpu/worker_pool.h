@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The CPU engine's threads: a fixed number, the caller included, woken for one ParallelFor at a
-// time.
+// time. They share their cores with the threads that serve: who waits spins for a moment, offering
+// its core to others, then sleeps. Where every core the process may use has a worker, no two of
+// them are on the same core.
 #pragma once
 
 #include <atomic>
@@ -41,6 +43,7 @@ class WorkerPool {
   static constexpr uint64_t kOpen = uint64_t{1} << 31;
   static constexpr uint64_t kInside = kOpen - 1;
 
+  void SpreadWorkers();
   void RunTasks(int worker);
   void WorkerLoop(int worker);
   bool JoinRound(uint64_t* last_sequence);
@@ -55,10 +58,16 @@ class WorkerPool {
   int64_t tasks_ = 0;
   const std::function<void(int64_t, int)>* work_ = nullptr;
 
+  std::vector<int> cores_;    // allowed when the pool was made
+  std::vector<int> core_of_;  // [workers] caller's thread; empty: the system places the workers
+  bool placed_ = false;       // caller's thread: each worker is held to its core
+
   std::atomic<int> sleepers_{0};
+  std::atomic<bool> caller_sleeps_{false};
   std::atomic<bool> stopping_{false};
-  std::mutex mutex_;  // of wake_ only
-  std::condition_variable wake_;
+  std::mutex mutex_;              // of the conditions only
+  std::condition_variable wake_;  // a round is open
+  std::condition_variable left_;  // a worker has left the round
   std::vector<std::thread> threads_;
 };
 

@@ -15,7 +15,7 @@ using device::Global;
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxWidth = 256;            // kMaxHeadDim
+constexpr int kMaxWidth = 256;            // EngineInfo::max_head_dim
 constexpr int kPerLane = kMaxWidth / 32;  // values of a row: lane + 32 j
 
 // One row by one warp.

@@ -170,6 +170,7 @@ absl::Status CudaEngine::Open() {
                       (named ? "-" + options_.compute : "");
   info_.threads = options_.threads;
   info_.batches_in_flight = kSlots;
+  info_.max_head_dim = 256;
 
   size_t free = 0;
   size_t total = 0;

@@ -23,7 +23,7 @@ using device::Vector16;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxWidth = 256;  // kMaxHeadDim
+constexpr int kMaxWidth = 256;  // EngineInfo::max_head_dim
 
 // ---- Convert ----
 

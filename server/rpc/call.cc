@@ -125,8 +125,11 @@ void Call::OnHeaders() {
   received_ = Clock::now();
   deadline_ = SteadyDeadline(context_.raw_deadline(), received_);
   method_ = &dispatcher_.MethodFor(path());
-  dispatcher_.PostCall(queue_);
+  Admit();
+  dispatcher_.PostCall(queue_);  // last: nobody waits for the next call
+}
 
+void Call::Admit() {
   if (!method_->streaming()) observer_.RequestStarted(*method_);
   absl::Status admitted =
       dispatcher_.refusing() ? dispatcher_.ShutdownStatus() : method_->Admit(*this);

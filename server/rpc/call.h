@@ -107,6 +107,7 @@ class Call : public std::enable_shared_from_this<Call> {
   static void OnOperation(void* tag, bool ok);
 
   void OnHeaders();
+  void Admit();
   void OnRead(bool ok);
   void OnWrite(bool ok);
   void OnDone();

@@ -5,6 +5,7 @@
 #include <grpcpp/resource_quota.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <limits>
@@ -100,6 +101,7 @@ absl::StatusOr<std::unique_ptr<Dispatcher>> Dispatcher::Start(const DispatcherSe
   for (const std::shared_ptr<CallQueue>& queue : dispatcher->queues_) {
     for (int i = 0; i < kPostedCalls; ++i) dispatcher->PostCall(queue);
     dispatcher->threads_.emplace_back([raw = dispatcher.get(), &queue] { raw->Serve(*queue); });
+    pthread_setname_np(dispatcher->threads_.back().native_handle(), "attend-rpc");
   }
   return dispatcher;
 }

@@ -249,6 +249,7 @@ absl::StatusOr<ReceivedAttend> ReceivedAttend::Decode(const grpc::ByteBuffer& me
   if (message.Valid() && !message.Dump(&received.slices_).ok()) {
     return NotAMessage("attend.v1.AttendRequest", static_cast<int64_t>(message.Length()));
   }
+  received.slice_offsets_.reserve(received.slices_.size());
   for (const grpc::Slice& slice : received.slices_) {
     received.slice_offsets_.push_back(received.bytes_);
     received.bytes_ += static_cast<int64_t>(slice.size());

@@ -11,8 +11,10 @@
 #include <fstream>
 #include <future>
 #include <latch>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 
 #include "tests/client/fake_attention.h"
@@ -103,7 +105,7 @@ class CliBenchTest : public testing::Test {
     double answered = 0;
     for (const auto& [name, value] : server_->Metrics()) {
       if (name.starts_with("attend_requests_total") &&
-          name.find("\"Attend\"") != std::string::npos &&
+          name.find("\"Attend") != std::string::npos &&  // Attend, AttendStream
           name.find("\"OK\"") != std::string::npos) {
         answered += value;
       }
@@ -263,6 +265,17 @@ TEST_F(CliBenchTest, RefusedStepsOfTheDecodeLoopDoNotGrowItsHistories) {
   EXPECT_GT(refused, 0);
   EXPECT_EQ(report["refused"]["by_reason"], json({{"QUEUE_FULL", refused}}));
   EXPECT_EQ(report["kinds"]["step"]["count"], 4000 - refused);
+}
+
+TEST_F(CliBenchTest, TheDecodeLoopSurvivesTheAgeOfItsStreams) {
+  Start({"--stream_age=1"});
+  const json report = Report("--decode_loop --sessions 4 --prompt 3 --seconds 2");
+  const int refused = report["refused"]["total"];
+  EXPECT_GE(refused, 2);  // each of two streams once at least
+  EXPECT_EQ(report["refused"]["by_reason"], json({{"DRAINING", refused}}));
+  const json again = Report("--decode_loop --sessions 4 --prompt 3 --seconds 2 --attempts 3");
+  EXPECT_EQ(again["refused"]["total"], 0);
+  EXPECT_GE(again["retried"]["by_reason"]["DRAINING"], 2);
 }
 
 TEST_F(CliBenchTest, RefusalsAreResultsAndNoFailures) {
@@ -447,10 +460,10 @@ TEST_F(CliBenchFakeTest, ASecondSignalOfTheOtherKindEndsAtOnce) {
 
 class CliBenchStepTest : public CliBenchFakeTest {
  protected:
-  // Layer and position of each call of Attend, all of one session.
+  // Layer and position of each item, all of one session.
   std::vector<std::pair<std::string, int64_t>> Calls() const {
     std::vector<std::pair<std::string, int64_t>> calls;
-    for (const auto& call : server_.seen("Attend")) {
+    for (const auto& call : server_.seen("AttendStream")) {
       calls.emplace_back(call.attend.layer(), call.attend.sequences(0).position());
     }
     return calls;
@@ -485,6 +498,39 @@ TEST_F(CliBenchStepTest, AStepThatFailedIsRepeatedFromItsBeginningOnEveryLayer) 
   EXPECT_EQ(report["calls"], 5 * kRounds + 2);
   EXPECT_EQ(Calls(), wanted);
   EXPECT_EQ(server_.open_sessions(), 0u);
+}
+
+TEST_F(CliBenchStepTest, EachMicroBatchHasAStreamOnAConnectionOfItsOwn) {
+  server_.output_width = 2;
+  const json report = JsonOf(Run("--decode_loop --sessions 5 --warmup 1 --requests 20 --json"));
+  EXPECT_EQ(report["kinds"]["step"]["count"], 20);
+  EXPECT_EQ(report["failed"]["total"], 0);
+  EXPECT_EQ(server_.streams(), 2);
+  EXPECT_TRUE(server_.seen("Attend").empty());
+  std::map<std::string, int> items;                          // by connection
+  std::map<std::string, std::set<std::string>> connections;  // by session
+  for (const auto& [method, peer, item, metadata] : server_.seen("AttendStream")) {
+    EXPECT_EQ(item.layer(), items[peer]++ % 2 == 0 ? "0" : "1") << peer;
+    for (const v1::Sequence& sequence : item.sequences()) {
+      connections[sequence.session_id()].insert(peer);
+    }
+  }
+  EXPECT_EQ(items.size(), 2u);
+  EXPECT_EQ(connections.size(), 5u + 1);  // one measures what a call costs
+  for (const auto& [session, peers] : connections) EXPECT_EQ(peers.size(), 1u) << session;
+}
+
+TEST_F(CliBenchStepTest, AStreamThatEndsFailsItsStepAndTheNextOneOpensAnother) {
+  server_.output_width = 2;
+  for (int i = 0; i < 2; ++i) PassNext();  // ListModels, OpenSession
+  for (int i = 0; i < 3; ++i) PassNext();
+  server_.FailNext({.status = {grpc::StatusCode::UNAVAILABLE, "the server goes away"}});
+  const Outcome outcome =
+      Run("--decode_loop --sessions 1 --micro_batches 1 --warmup 0 --requests 3");
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.text, AllOf(HasSubstr("\nfailed         1: UNAVAILABLE 1\n"),
+                                  HasSubstr("first UNAVAILABLE: UNAVAILABLE: the server goes")));
+  EXPECT_EQ(server_.streams(), 2);
 }
 
 TEST_F(CliBenchStepTest, SoIsAStepWithAWrongAnswer) {

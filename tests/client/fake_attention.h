@@ -8,6 +8,7 @@
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -47,6 +48,7 @@ class FakeAttention final : public v1::Attention::Service {
   };
   struct Seen {
     std::string method;
+    std::string peer;  // the client's end of the connection
     v1::AttendRequest attend;
     std::map<std::string, std::string> metadata;
   };
@@ -83,6 +85,7 @@ class FakeAttention final : public v1::Attention::Service {
     std::lock_guard lock(mutex_);
     return sessions_.at(id).at(layer);
   }
+  int streams() const { return streams_; }  // calls of AttendStream so far
   size_t open_sessions() const {
     std::lock_guard lock(mutex_);
     return sessions_.size();
@@ -118,6 +121,7 @@ class FakeAttention final : public v1::Attention::Service {
   grpc::Status AttendStream(
       grpc::ServerContext* context,
       grpc::ServerReaderWriter<v1::AttendResponse, v1::AttendRequest>* stream) override {
+    ++streams_;
     v1::AttendRequest request;
     while (stream->Read(&request)) {
       v1::AttendResponse response;
@@ -196,7 +200,7 @@ class FakeAttention final : public v1::Attention::Service {
   grpc::Status Do(grpc::ServerContext* context, const std::string& method,
                   const v1::AttendRequest& attend, Work work) {
     std::unique_lock lock(mutex_);
-    Seen seen{.method = method, .attend = attend, .metadata = {}};
+    Seen seen{.method = method, .peer = context->peer(), .attend = attend, .metadata = {}};
     for (const auto& [key, value] : context->client_metadata()) {
       seen.metadata[{key.data(), key.size()}] = {value.data(), value.size()};
     }
@@ -266,6 +270,7 @@ class FakeAttention final : public v1::Attention::Service {
   std::vector<Seen> seen_;
   std::map<std::string, std::map<std::string, int64_t>> sessions_;
   int opened_ = 0;
+  std::atomic<int> streams_ = 0;
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;
 };

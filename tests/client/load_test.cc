@@ -20,6 +20,7 @@ using std::chrono::milliseconds;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::Not;
 using testing::Pair;
 using testing::StartsWith;
 
@@ -405,8 +406,8 @@ TEST_F(ReportTest, TheTableIsThatOfTheNumbers) {
 model tiny (layer 0) at there:1
 measured 2.00 s after 2 warm-up requests each
 
-ms             count     per s  tokens/s      p50      p90      p99    p99.9      max |    queue  compute     rest
-request            8       4.0        32    4.006    8.000    8.000    8.000    8.000 |    0.500    1.500    2.000
+ms               count     per s  tokens/s      p50      p90      p99    p99.9      max |    queue  compute     rest
+request              8       4.0        32    4.006    8.000    8.000    8.000    8.000 |    0.500    1.500    2.000
 
 batch fill     16.0 tokens, 2.0 sequences; 25.0 % of batch_tokens = 64
 refused        1: QUEUE_FULL 1
@@ -429,6 +430,47 @@ TEST_F(ReportTest, AnOpenLoopTellsOfWaitingAndOfEarlyEnds) {
                     HasSubstr("\narrivals       3 more than 1 ms late, 4 never sent\n")));
   EXPECT_EQ(ExitCodeOf(report), 130);
   EXPECT_EQ(ExitCodeOf(Report()), 1);
+}
+
+TEST_F(ReportTest, WithAnEchoBothAreComparedInTheirOwnTurns) {
+  flags_.echo = "echo:2";
+  RequestStats& echoes = stats_.of(Kind::kEcho);
+  for (int i = 0; i < 4; ++i) {
+    echoes.latency.Add(1'000'000);
+    AddCall({}, 8, 1'000'000, &echoes);
+  }
+  LoadReport report = Report();
+  report.kind_seconds[static_cast<size_t>(Kind::kRequest)] = 1;
+  report.kind_seconds[static_cast<size_t>(Kind::kEcho)] = 0.5;
+  EXPECT_THAT(ReportText(report),
+              AllOf(HasSubstr(" at there:1, echo at echo:2\n"),
+                    HasSubstr("\nrequest              8       8.0        64 "),
+                    HasSubstr("\necho                 4       8.0        64 "),
+                    HasSubstr("\nrest / echo    2.00: 2.000 ms of a request, 1.000 ms of an echo "),
+                    Not(HasSubstr("cpu servers"))));
+  report.server_cpu_seconds = 0.008;
+  report.echo_cpu_seconds = 0.0004;
+  EXPECT_THAT(ReportText(report),
+              HasSubstr("\ncpu servers    1000 us for a request, 100 us for an echo\n"));
+}
+
+TEST_F(ReportTest, AFairnessRunTellsWhatEachCostsTheOther) {
+  flags_.fairness = true;
+  flags_.sessions = 3;
+  flags_.rate = 50;
+  flags_.prompt = 8192;
+  stats_ = {};
+  for (const auto& [kind, ms] :
+       {std::pair(Kind::kAppend, 2), std::pair(Kind::kAppendBusy, 3),
+        std::pair(Kind::kPrefill, 100), std::pair(Kind::kPrefillBusy, 110)}) {
+    stats_.of(kind).latency.Add(ms * 1'000'000);
+  }
+  EXPECT_THAT(
+      ReportText(Report()),
+      AllOf(StartsWith("fairness: 3 sessions of 128 tokens append 50 rows/s, prefills of "),
+            HasSubstr("p99 of appends x 1.50 during prefills: 3.000 ms, 2.000 ms without\n"),
+            HasSubstr("prefill x 1.10 during appends: 110.0 ms, 100.0 ms without"),
+            Not(HasSubstr("arrivals"))));
 }
 
 TEST_F(ReportTest, ProgressCountsWhatEndedAndRatesWhatCameSinceTheLastLook) {

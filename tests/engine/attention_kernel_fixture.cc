@@ -47,10 +47,28 @@ AttendItem MakeItem(Sequence& sequence, int64_t begin_row, int64_t end_row,
   return item;
 }
 
-float Rounded(DType dtype, float value) {
-  unsigned char bytes[4];
-  StoreFloat(dtype, value, bytes, 0);
-  return LoadFloat(dtype, bytes, 0);
+// Rows of `width` values as blocks of the dtype hold them: rounded, or for I8 integers times a
+// scale.
+void RoundRows(DType dtype, int width, std::vector<float>& values) {
+  for (size_t begin = 0; begin < values.size(); begin += static_cast<size_t>(width)) {
+    float* row = values.data() + begin;
+    float most = 0;
+    bool finite = true;
+    for (int i = 0; i < width; ++i) {
+      finite &= std::isfinite(row[i]);
+      most = std::max(most, std::abs(row[i]));
+    }
+    for (int i = 0; i < width; ++i) {
+      unsigned char bytes[4];
+      const float scale = finite ? most / 127 : kNan;
+      if (dtype == DType::kI8) {
+        row[i] = scale == 0 ? 0 : std::nearbyint(row[i] / scale) * scale;
+      } else {
+        StoreFloat(dtype, row[i], bytes, 0);
+        row[i] = LoadFloat(dtype, bytes, 0);
+      }
+    }
+  }
 }
 
 // Softmax attention of one row and head, in double; `bound` holds
@@ -61,8 +79,11 @@ struct ReferenceRow {
   double bound = 0;
 };
 
-ReferenceRow Reference(const AttentionSpec& spec, const Sequence& sequence, int64_t row, int head) {
+// With `compute` BF16 queries and weights may be rounded to bf16, too.
+ReferenceRow Reference(const AttentionSpec& spec, const Sequence& sequence, DType compute,
+                       int64_t row, int head) {
   const double eps = std::ldexp(1.0, -24);
+  const double rounding = compute == DType::kBF16 ? std::ldexp(1.0, -9) : 0;
   const int kv_head = head / spec.group_size();
   const int64_t position = sequence.keys - sequence.rows + row;
   const float* q = sequence.q.data() + (row * spec.q_heads + head) * spec.head_dim;
@@ -100,9 +121,9 @@ ReferenceRow Reference(const AttentionSpec& spec, const Sequence& sequence, int6
     scores[j] = score;
     ++count;
     if (!(score <= maximum)) maximum = score;
-    const double terms = (spec.head_dim + 3) * magnitude * spec.scale + 4 * std::abs(distance) +
+    const double terms = (spec.head_dim + 5) * magnitude * spec.scale + 4 * std::abs(distance) +
                          4 * std::abs(bias) + 8 * double(spec.softcap) + 3 * std::abs(score);
-    score_error = std::max(score_error, eps * terms);
+    score_error = std::max(score_error, eps * terms + rounding * magnitude * spec.scale);
     const float* v = sequence.v.data() + (j * spec.kv_heads + kv_head) * spec.v_head_dim;
     for (int d = 0; d < spec.v_head_dim; ++d) {
       largest_value = std::max(largest_value, std::abs(double(v[d])));
@@ -127,7 +148,8 @@ ReferenceRow Reference(const AttentionSpec& spec, const Sequence& sequence, int6
   }
   // Sums in a segment have at most 16 x (4 or 8) + 64 additions; merging adds four per segment.
   const double steps = std::min<double>(count, 1024) + 4.0 * (double(count) / 1024 + 1) + 32;
-  result.bound = (2 * score_error + 2 * steps * eps) * std::max(largest_value, 1.0) + 1e-37;
+  result.bound =
+      (2 * score_error + 2 * steps * eps + 2 * rounding) * std::max(largest_value, 1.0) + 1e-37;
   return result;
 }
 
@@ -180,9 +202,9 @@ void AttentionKernelTest::Run(const AttentionSpec& spec, DType kv_dtype,
       append(v, owners[index]->v, item.cached_keys, item.new_keys, spec.kv_heads * spec.v_head_dim);
     }
     std::vector<float> output(plan->query_rows * spec.output_width, kNan);
-    const AttentionBatch batch{&*plan,       items,    q.data(),
-                               k.data(),     v.data(), static_cast<std::byte*>(memory),
-                               output.data()};
+    const AttentionBatch batch{&*plan,        items,    q.data(),
+                               k.data(),      v.data(), static_cast<std::byte*>(memory),
+                               output.data(), compute_};
     AppendKeys(GetParam(), batch, pool);
     Attend(GetParam(), batch, pool);
     for (int p = 0; p < plan->items(); ++p) {
@@ -194,13 +216,14 @@ void AttentionKernelTest::Run(const AttentionSpec& spec, DType kv_dtype,
   ::operator delete (memory, std::align_val_t{64});
 }
 
-void ExpectMatchesReference(const AttentionSpec& spec, DType kv_dtype, const Sequence& sequence) {
+void ExpectMatchesReference(const AttentionSpec& spec, DType kv_dtype, const Sequence& sequence,
+                            DType compute) {
   Sequence stored = sequence;  // keys and values as the blocks hold them
-  for (float& value : stored.k) value = Rounded(kv_dtype, value);
-  for (float& value : stored.v) value = Rounded(kv_dtype, value);
+  RoundRows(kv_dtype, spec.head_dim, stored.k);
+  RoundRows(kv_dtype, spec.v_head_dim, stored.v);
   for (int64_t row = 0; row < sequence.rows; ++row) {
     for (int head = 0; head < spec.q_heads; ++head) {
-      const ReferenceRow expected = Reference(spec, stored, row, head);
+      const ReferenceRow expected = Reference(spec, stored, compute, row, head);
       const float* actual = sequence.output.data() + (row * spec.q_heads + head) * spec.v_head_dim;
       for (int d = 0; d < spec.v_head_dim; ++d) {
         const bool same = std::isnan(expected.output[d])
@@ -219,6 +242,28 @@ void ExpectMatchesReference(const AttentionSpec& spec, DType kv_dtype, const Seq
         for (int64_t j = 0; j < sequence.keys; ++j) {
           ASSERT_NEAR(weights[j], expected.weights[j], expected.bound) << "key " << j;
         }
+      }
+    }
+  }
+}
+
+void ExpectNearUnquantised(const AttentionSpec& spec, const Sequence& sequence) {
+  float most_k = 0, most_v = 0;
+  for (float x : sequence.k) most_k = std::max(most_k, std::abs(x));
+  for (float x : sequence.v) most_v = std::max(most_v, std::abs(x));
+  for (int64_t row = 0; row < sequence.rows; ++row) {
+    for (int head = 0; head < spec.q_heads; ++head) {
+      const ReferenceRow exact = Reference(spec, sequence, DType::kF32, row, head);
+      double q_sum = 0;
+      for (int d = 0; d < spec.head_dim; ++d) {
+        q_sum += std::abs(sequence.q[(row * spec.q_heads + head) * spec.head_dim + d]);
+      }
+      // A score moves by at most `moved`, so a weight by a factor within exp(2 moved).
+      const double moved = spec.scale * q_sum * most_k / 254;
+      const double bound = std::expm1(2 * moved) * most_v + most_v / 254 + 2 * exact.bound;
+      for (int d = 0; d < spec.v_head_dim; ++d) {
+        const size_t at = (row * spec.q_heads + head) * spec.v_head_dim + d;
+        ASSERT_NEAR(sequence.output[at], exact.output[d], bound) << "row " << row;
       }
     }
   }

@@ -85,15 +85,27 @@ class AttentionKernelTest : public testing::TestWithParam<CpuIsa> {
     return std::uniform_int_distribution<int64_t>(low, high)(random_);
   }
 
+  // The dtype that bf16 dot products are tried with, or none where they are not to be had.
+  std::vector<DType> DotDTypes() const {
+    if (GetParam() != CpuIsa::kAvx512 || !DetectCpu().avx512_bf16) return {};
+    return {DType::kBF16, DType::kI8};
+  }
+
+  DType compute_ = DType::kF32;  // of the following runs
+
   static constexpr int kSeed = 20240611;
   std::mt19937 random_{kSeed};
 };
 
-inline constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+inline constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kI8};
 
 // Compares outputs and asked weights of all rows with the reference, within the rounding of
-// float32.
-void ExpectMatchesReference(const AttentionSpec& spec, DType kv_dtype, const Sequence& sequence);
+// float32 and, with `compute` BF16, of queries and weights to bf16.
+void ExpectMatchesReference(const AttentionSpec& spec, DType kv_dtype, const Sequence& sequence,
+                            DType compute = DType::kF32);
+// Compares outputs over I8 blocks with attention over the unquantised keys and values. No softcap,
+// no NaN.
+void ExpectNearUnquantised(const AttentionSpec& spec, const Sequence& sequence);
 
 testing::AssertionResult SameFloats(const std::vector<float>& a, const std::vector<float>& b);
 

@@ -4,6 +4,7 @@
 // softmax in double, and bit-identity under every way to cut the same work.
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <utility>
 
 #include "tests/engine/attention_kernel_fixture.h"
@@ -59,7 +60,7 @@ TEST_P(AttentionKernelTest, MixturesOfFeaturesMatchASoftmaxInDouble) {
     AttentionSpec spec;
     std::vector<Sequence> sequences;
     RandomProblem(random_, spec, sequences);
-    const DType dtype = kDTypes[round % 3];
+    const DType dtype = kDTypes[round % 4];
     Run(spec, dtype, sequences, 1 + round % 3);
     for (const Sequence& sequence : sequences) ExpectMatchesReference(spec, dtype, sequence);
     if (HasFatalFailure()) return;
@@ -72,10 +73,12 @@ TEST_P(AttentionKernelTest, BitsDependNeitherOnTheBatchNorOnPiecesNorOnWorkers) 
     AttentionSpec spec;
     std::vector<Sequence> whole;
     RandomProblem(random_, spec, whole);
-    const DType dtype = kDTypes[round % 3];
+    const std::vector<DType> dot = DotDTypes();
+    compute_ = dot.empty() || round % 2 == 0 ? DType::kF32 : DType::kBF16;
+    const DType dtype = compute_ == DType::kF32 ? kDTypes[round / 2 % 4] : dot[round / 2 % 2];
     for (Sequence& sequence : whole) {
       // Sums of values this small underflow to zeros of both signs.
-      for (float& value : sequence.v) value = round % 4 == 0 ? value * 1e-38f * 1e-7f : value;
+      for (float& value : sequence.v) value = round % 5 == 0 ? value * 1e-38f * 1e-7f : value;
       sequence.causal = true;  // pieces see what the whole sees
       if (sequence.keys < sequence.rows) sequence.rows = sequence.keys;
       if (sequence.bias_heads > 1) sequence.bias.clear();
@@ -147,7 +150,11 @@ TEST_P(AttentionKernelTest, BitsDoNotDependOnTheRoomOfAShortBlock) {
 
 TEST_P(AttentionKernelTest, NanInKeysAndValuesReachesExactlyTheRowsThatSeeThem) {
   const AttentionSpec spec = MakeSpec(4, 2, 24, 40);
-  for (DType dtype : kDTypes) {
+  std::vector<std::pair<DType, DType>> cases;  // of blocks, of products
+  for (DType dtype : kDTypes) cases.push_back({dtype, DType::kF32});
+  for (DType dtype : DotDTypes()) cases.push_back({dtype, DType::kBF16});
+  for (const auto& [dtype, compute] : cases) {
+    compute_ = compute;
     for (int64_t spoiled : {0, 7, 63, 64, 100, 129}) {
       for (bool in_value : {false, true}) {
         for (bool masked_by_bias : {false, true}) {
@@ -251,16 +258,89 @@ TEST_P(AttentionKernelTest, ExtremeScoresGiveFiniteWeights) {
   EXPECT_EQ(run({3e38f, -3e38f, kInf}).weights[0], 0.5f);
 }
 
+TEST_P(AttentionKernelTest, DotProductsMatchASoftmaxInDoubleWithinTheRoundingOfBF16) {
+  if (DotDTypes().empty()) GTEST_SKIP() << "no AVX512_BF16 with this instruction set";
+  compute_ = DType::kBF16;
+  for (int round = 0; round < 60; ++round) {
+    SCOPED_TRACE(testing::Message() << "seed " << kSeed << " round " << round);
+    AttentionSpec spec;
+    std::vector<Sequence> sequences;
+    RandomProblem(random_, spec, sequences);
+    const DType dtype = DotDTypes()[round % 2];
+    Run(spec, dtype, sequences, 1 + round % 3);
+    for (const Sequence& sequence : sequences) {
+      ExpectMatchesReference(spec, dtype, sequence, DType::kBF16);
+    }
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(AttentionKernelTest, DotProductsAreNotUsedOverOtherBlocks) {
+  const AttentionSpec spec = MakeSpec(4, 2, 24, 40);
+  for (DType dtype : {DType::kF32, DType::kF16}) {
+    std::vector<Sequence> floats{MakeSequence(spec, 9, 70)};
+    std::vector<Sequence> asked = floats;
+    compute_ = DType::kF32;
+    Run(spec, dtype, floats);
+    compute_ = DType::kBF16;
+    Run(spec, dtype, asked);
+    EXPECT_TRUE(SameFloats(floats[0].output, asked[0].output));
+  }
+}
+
+TEST_P(AttentionKernelTest, QuantisedBlocksStayNearTheUnquantisedResult) {
+  for (auto [d, dv] : {std::pair{64, 64}, {7, 33}, {128, 16}}) {
+    const AttentionSpec spec = MakeSpec(4, 2, d, dv);
+    std::vector<Sequence> sequences{MakeSequence(spec, 40, 200), MakeSequence(spec, 1, 1500)};
+    std::fill_n(sequences[0].k.begin(), spec.kv_heads * d, 0.0f);  // a scale of 0
+    std::fill_n(sequences[0].v.begin(), spec.kv_heads * dv, 0.0f);
+    Run(spec, DType::kI8, sequences);
+    for (const Sequence& sequence : sequences) ExpectNearUnquantised(spec, sequence);
+  }
+}
+
+TEST_P(AttentionKernelTest, QuantisedRowsComeOutWithTheirScales) {
+  const AttentionSpec spec = MakeSpec(2, 2, 5, 3);
+  const KvGeometry geometry = GeometryOf(spec, DType::kI8);
+  std::vector<float> k{0, -127, 63.5f, 1.5f, 2.5f, 0, 0, 0, 0, 0};
+  std::vector<float> v{kInf, 1, 2, -254, 3, 5};
+  AttendItem item;
+  item.new_keys = 1;
+  item.key_source = {k.data(), DType::kF32};
+  item.value_source = {v.data(), DType::kF32};
+  const std::vector<int64_t> blocks{0};
+  item.blocks = blocks;
+  const std::vector<AttendItem> items{item};
+  const absl::StatusOr<BatchPlan> plan = BuildPlan(-1, spec, DType::kI8, items);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  alignas(64) static std::byte memory[64 * 1024];
+  WorkerPool pool(1);
+  AppendKeys(GetParam(),
+             AttentionBatch{&*plan, items, nullptr, k.data(), v.data(), memory, nullptr}, pool);
+  std::vector<std::byte> rows(geometry.TokenBytes());
+  CopyKvOut(geometry, blocks, 0, 1, memory, rows.data());
+  const int8_t expected[16] = {0, -127, 64, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, -127, 2, 2};
+  for (int i = 0; i < 16; ++i) EXPECT_EQ(static_cast<int8_t>(rows[i]), expected[i]) << i;
+  float scales[4];
+  std::memcpy(scales, rows.data() + 16, sizeof(scales));
+  EXPECT_EQ(scales[0], 1.0f);
+  EXPECT_EQ(scales[1], 0.0f);
+  EXPECT_TRUE(std::isnan(scales[2]));
+  EXPECT_EQ(scales[3], 2.0f);
+}
+
 TEST_P(AttentionKernelTest, BlocksCopyOutAndInAsCanonicalRows) {
-  const KvGeometry geometry{2, 5, 3, DType::kF16};
-  const std::vector<int64_t> blocks{geometry.BlockBytes(), 0};
-  std::vector<std::byte> memory(2 * geometry.BlockBytes());
-  std::vector<std::byte> rows(70 * geometry.TokenBytes());
-  for (std::byte& byte : rows) byte = static_cast<std::byte>(random_());
-  CopyKvIn(geometry, blocks, 20, 70, rows.data(), memory.data());
-  std::vector<std::byte> back(rows.size());
-  CopyKvOut(geometry, blocks, 20, 70, memory.data(), back.data());
-  EXPECT_EQ(rows, back);
+  for (DType dtype : kDTypes) {
+    const KvGeometry geometry{2, 5, 3, dtype};
+    const std::vector<int64_t> blocks{geometry.BlockBytes(), 0};
+    std::vector<std::byte> memory(2 * geometry.BlockBytes());
+    std::vector<std::byte> rows(70 * geometry.TokenBytes());
+    for (std::byte& byte : rows) byte = static_cast<std::byte>(random_());
+    CopyKvIn(geometry, blocks, 20, 70, rows.data(), memory.data());
+    std::vector<std::byte> back(rows.size());
+    CopyKvOut(geometry, blocks, 20, 70, memory.data(), back.data());
+    EXPECT_EQ(rows, back) << DTypeName(dtype);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Isa, AttentionKernelTest, testing::Values(CpuIsa::kAvx2, CpuIsa::kAvx512),

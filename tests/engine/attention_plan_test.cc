@@ -158,24 +158,6 @@ TEST(VisibleKeysTest, TheLargestWindowIsNoWindow) {
   }
 }
 
-TEST(ItemFlopsTest, GrowsWithRowsAndWithVisibleKeysOnly) {
-  AttentionSpec spec = PlainSpec(64, 4, 2, 16, 16);
-  AttendItem item;
-  item.rows = 10;
-  item.cached_keys = 1000;
-  item.first_row = 990;
-  const double all = ItemFlops(spec, item);
-  item.rows = 20;
-  EXPECT_DOUBLE_EQ(ItemFlops(spec, item), 2 * all);
-  item.rows = 10;
-  spec.window = 10;
-  item.causal = true;
-  EXPECT_LT(ItemFlops(spec, item), all);
-  spec.window = 0;
-  // 10 rows of 2 x 64 x 64 projection products, twice, and of 995 visible keys.
-  EXPECT_NEAR(ItemFlops(spec, item), 10 * (2.0 * 64 * 64 * 2 + 2.0 * 995 * 128), 10 * 256);
-}
-
 // Each term of the bound by itself: what it grows by.
 class WorkspaceBytesTest : public testing::Test {
  protected:

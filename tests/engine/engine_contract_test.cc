@@ -18,7 +18,6 @@ constexpr DType kF32 = DType::kF32;
 constexpr DType kBF16 = DType::kBF16;
 constexpr DType kF16 = DType::kF16;
 // Engines may attend over 16-bit keys with other kernels.
-constexpr DType kKvDTypes[] = {kF32, kBF16, kF16};
 
 class EngineContractTest : public EngineTest {
  protected:
@@ -89,6 +88,21 @@ TEST_P(EngineContractTest, EveryLengthAroundABlockOrSegmentEdgeMatchesTheReferen
   }
 }
 
+// One wide head instead of many narrow ones.
+TEST_P(EngineContractTest, WidestHeadsMatchTheReference) {
+  const int widest = engine->info().max_head_dim;
+  for (const auto& [width, v_width] : {std::pair{widest, 5}, {widest * 3 / 4, widest}}) {
+    for (DType kv : {kF32, kBF16}) {
+      AttentionSpec spec = PlainSpec(0, 2, 1, width, v_width);
+      spec.causal = true;
+      std::vector<TestSequence> sequences;
+      sequences.push_back(Raw(spec, 18, 18, kv));
+      sequences.push_back(Raw(spec, 2, 70, kv));
+      RunAndCompare(sequences);
+    }
+  }
+}
+
 TEST_P(EngineContractTest, LongPrefillMatchesTheReference) {
   AttentionSpec spec = PlainSpec(0, 2, 1, 16, 16);
   spec.causal = true;
@@ -102,7 +116,7 @@ TEST_P(EngineContractTest, LongPrefillMatchesTheReference) {
 TEST_P(EngineContractTest, EveryKvDtypeMatchesTheReference) {
   for (const char* compute : {"auto", "fp32"}) {
     Restart(compute);
-    for (DType kv : kKvDTypes) {
+    for (DType kv : KvDTypes()) {
       for (DType input : {kF32, kBF16, kF16}) {
         for (DType output : {kF32, kBF16, kF16}) {
           SCOPED_TRACE(testing::Message()
@@ -174,7 +188,7 @@ TEST_P(EngineContractTest, BiasMatchesTheReference) {
   };
   for (int64_t heads : {1, 6}) {
     for (double masked : {0.0, 0.5, 0.98}) {
-      for (DType kv : kKvDTypes) try_bias(heads, masked, kv);
+      for (DType kv : KvDTypes()) try_bias(heads, masked, kv);
     }
   }
 }
@@ -332,7 +346,7 @@ TEST_P(EngineContractTest, WeightsComeForTheAskedHeadsAndRowsAndChangeNoOutput) 
 }
 
 TEST_P(EngineContractTest, ShortBlocksMatchTheReferenceAndKeepToTheirBytes) {
-  for (DType kv : kKvDTypes) {
+  for (DType kv : KvDTypes()) {
     AttentionSpec spec = PlainSpec(0, 4, 2, 24, 10);
     spec.causal = true;
     std::vector<TestSequence> sequences;

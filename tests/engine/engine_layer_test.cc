@@ -20,16 +20,18 @@ class EngineLayerTest : public EngineTest {
  protected:
   // One prefill over several lengths, whole, at the given dtypes.
   void TryLayer(const AttentionSpec& spec, DType weight, DType kv, DType input, DType output,
-                const std::string& compute = "auto") {
-    SCOPED_TRACE(testing::Message() << "weights " << DTypeName(weight) << ", kv " << DTypeName(kv)
-                                    << ", input " << DTypeName(input) << ", output "
-                                    << DTypeName(output) << ", compute " << compute);
-    Restart(compute);
+                const std::string& compute = "auto", const std::string& weight_dtype = "auto") {
+    SCOPED_TRACE(testing::Message()
+                 << "weights " << DTypeName(weight) << " kept as " << weight_dtype << ", kv "
+                 << DTypeName(kv) << ", input " << DTypeName(input) << ", output "
+                 << DTypeName(output) << ", compute " << compute);
+    Restart(compute, 2, weight_dtype);
     const TestLayer layer(random, spec, weight);
     auto info = engine->AddLayer(layer.spec(), layer.weights());
     ASSERT_THAT(info, IsOk());
     EXPECT_GT(info->packed_bytes, 0);
-    const DType wanted = ComputeDType(GetParam(), weight, compute);
+    const DType wanted =
+        weight_dtype == "i8" ? DType::kI8 : ComputeDType(GetParam(), weight, compute);
     if (wanted != DType::kUnspecified) {
       EXPECT_EQ(info->compute_dtype, wanted);
     }
@@ -42,6 +44,20 @@ class EngineLayerTest : public EngineTest {
     RunAndCompare(sequences, info->index, layer.weights(), info->compute_dtype);
   }
 
+  // Rows, weights and KV in int8 by themselves and together, over what attention may compute in.
+  void TryI8(const AttentionSpec& spec) {
+    for (DType weight : {kF32, kBF16, kF16}) {
+      for (DType kv : {kF32, kBF16, DType::kI8}) {
+        TryLayer(spec, weight, kv, kF32, kF32, "fp32", "i8");
+        if (weight != kBF16) continue;
+        TryLayer(spec, weight, DType::kI8, kF32, kBF16, "fp32");
+        if (!HasBf16Products(GetParam())) continue;
+        TryLayer(spec, weight, kv, kBF16, kBF16, "bf16", "i8");
+        TryLayer(spec, weight, DType::kI8, kF32, kF32, "bf16");
+      }
+    }
+  }
+
   void TryRule(const std::string& name, const std::function<void(AttentionSpec&)>& change) {
     SCOPED_TRACE(name);
     AttentionSpec spec = PlainSpec(40, 6, 2, 16, 16);
@@ -51,6 +67,24 @@ class EngineLayerTest : public EngineTest {
     TryLayer(spec, kBF16, kBF16, kF32, kF32);
   }
 };
+
+TEST_P(EngineLayerTest, I8WeightsAndKvMatchTheReferenceWhereTheEngineHasThem) {
+  if (GetParam().cuda()) {
+    EngineOptions options;
+    options.device = "cuda";
+    options.weight_dtype = "i8";
+    EXPECT_THAT(MakeEngine(options).status(), StatusIs(absl::StatusCode::kInvalidArgument));
+    EXPECT_FALSE(engine->info().keeps_i8);
+    return;
+  }
+  AttentionSpec spec = PlainSpec(48, 4, 2, 24, 16);
+  spec.causal = true;
+  spec.output_width = 40;
+  TryI8(spec);
+  spec = PlainSpec(40, 3, 3, 15, 9);  // widths that fill no vector, pair or group of four
+  spec.rope = PlainRope(RopePairing::kHalf, 14);
+  TryI8(spec);
+}
 
 TEST_P(EngineLayerTest, EveryWeightKvInputAndOutputTypeMatchesTheReference) {
   AttentionSpec spec = PlainSpec(48, 4, 2, 24, 16);

@@ -36,7 +36,9 @@ const KvGeometry kGeometries[] = {{1, 1, 1, DType::kF32},    {2, 40, 24, DType::
                                   {2, 7, 9, DType::kF16},    {8, 64, 64, DType::kBF16}};
 
 TEST_P(EngineMemoryTest, RowsReadBackAsWritten) {
-  for (const KvGeometry& geometry : kGeometries) {
+  std::vector<KvGeometry> geometries(std::begin(kGeometries), std::end(kGeometries));
+  if (engine->info().keeps_i8) geometries.push_back({3, 13, 20, DType::kI8});
+  for (const KvGeometry& geometry : geometries) {
     for (int64_t keys : {1, 63, 64, 65, 200}) {
       const std::vector<int64_t> blocks = space->Take(geometry, keys);
       const std::vector<std::byte> bytes = RandomBytes(keys * geometry.TokenBytes());

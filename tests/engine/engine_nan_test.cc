@@ -14,7 +14,6 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr DType kF32 = DType::kF32;
 // Engines may attend over 16-bit keys with other kernels.
-constexpr DType kKvDTypes[] = {kF32, DType::kBF16, DType::kF16};
 
 class EngineNanTest : public EngineTest {
  protected:
@@ -35,7 +34,7 @@ class EngineNanTest : public EngineTest {
 };
 
 TEST_P(EngineNanTest, KeysAfterACausalRowChangeNoBitOfIt) {
-  for (DType kv : kKvDTypes) {
+  for (DType kv : KvDTypes()) {
     SCOPED_TRACE(DTypeName(kv));
     AttentionSpec spec = PlainSpec(0, 4, 2, 24, 20);
     spec.causal = true;
@@ -58,7 +57,7 @@ TEST_P(EngineNanTest, KeysAfterACausalRowChangeNoBitOfIt) {
 }
 
 TEST_P(EngineNanTest, KeysOutsideAWindowChangeNoBit) {
-  for (DType kv : kKvDTypes) {
+  for (DType kv : KvDTypes()) {
     SCOPED_TRACE(DTypeName(kv));
     for (bool causal : {true, false}) {
       AttentionSpec spec = PlainSpec(0, 4, 2, 24, 20);
@@ -78,7 +77,7 @@ TEST_P(EngineNanTest, KeysOutsideAWindowChangeNoBit) {
 }
 
 TEST_P(EngineNanTest, KeysMaskedByTheBiasChangeNoBit) {
-  for (DType kv : kKvDTypes) {
+  for (DType kv : KvDTypes()) {
     SCOPED_TRACE(DTypeName(kv));
     AttentionSpec spec = PlainSpec(0, 4, 2, 24, 20);
     std::vector<TestSequence> sequences = Sequences(spec, kv, 5, 140);
@@ -100,7 +99,7 @@ TEST_P(EngineNanTest, KeysMaskedByTheBiasChangeNoBit) {
 }
 
 TEST_P(EngineNanTest, BiasCellsOutsideTheKeysAreIgnored) {
-  for (DType kv : kKvDTypes) {
+  for (DType kv : KvDTypes()) {
     SCOPED_TRACE(DTypeName(kv));
     AttentionSpec spec = PlainSpec(0, 2, 1, 8, 8);
     std::vector<TestSequence> sequences = Sequences(spec, kv, 3, 70);
@@ -119,7 +118,7 @@ TEST_P(EngineNanTest, BiasCellsOutsideTheKeysAreIgnored) {
 }
 
 TEST_P(EngineNanTest, NaNInAVisibleKeyShowsInEveryRowThatSeesItAndNowhereElse) {
-  for (DType kv : kKvDTypes) {
+  for (DType kv : KvDTypes()) {
     SCOPED_TRACE(DTypeName(kv));
     AttentionSpec spec = PlainSpec(0, 4, 2, 24, 20);
     spec.causal = true;
@@ -140,7 +139,7 @@ TEST_P(EngineNanTest, NaNInAVisibleKeyShowsInEveryRowThatSeesItAndNowhereElse) {
 }
 
 TEST_P(EngineNanTest, NaNInAQueryShowsInItsRowAndHeadOnly) {
-  for (DType kv : kKvDTypes) {
+  for (DType kv : KvDTypes()) {
     SCOPED_TRACE(DTypeName(kv));
     AttentionSpec spec = PlainSpec(0, 4, 2, 24, 20);
     std::vector<TestSequence> sequences = Sequences(spec, kv, 20, 90);

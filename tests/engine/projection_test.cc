@@ -2,7 +2,10 @@
 #include "engine/cpu/projection.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -34,6 +37,14 @@ std::vector<CpuIsa> Isas() {
 
 bool HasBF16(CpuIsa isa) { return isa == CpuIsa::kAvx512 && DetectCpu().avx512_bf16; }
 
+// What a projector is told of the machine. With `tiles` BF16 goes to oneDNN, which takes vectors
+// where there are no tiles; without, to our own kernel even where there are.
+CpuInfo Cpu(bool tiles) {
+  CpuInfo cpu = DetectCpu();
+  cpu.amx_bf16 = tiles;
+  return cpu;
+}
+
 // A matrix as a checkpoint stores it, [out][in] or (transposed) [in][out], at an odd address.
 class Weights {
  public:
@@ -61,6 +72,10 @@ struct Case {
   DType weights;
   DType compute;
   bool transposed = false;
+  bool onednn = false;
+
+  DType input() const { return compute == DType::kBF16 ? DType::kBF16 : DType::kF32; }
+  Projector Make(WorkerPool& pool) const { return Projector(isa, Cpu(onednn), pool); }
 };
 
 std::vector<Case> Cases() {
@@ -70,7 +85,11 @@ std::vector<Case> Cases() {
       cases.push_back({isa, DType::kF32, DType::kF32, transposed});
       cases.push_back({isa, DType::kF16, DType::kF32, transposed});
       cases.push_back({isa, DType::kBF16, DType::kF32, transposed});
-      if (HasBF16(isa)) cases.push_back({isa, DType::kBF16, DType::kBF16, transposed});
+      cases.push_back({isa, DType::kF32, DType::kI8, transposed});
+      cases.push_back({isa, DType::kBF16, DType::kI8, transposed});
+      if (!HasBF16(isa)) continue;
+      cases.push_back({isa, DType::kBF16, DType::kBF16, transposed});
+      cases.push_back({isa, DType::kBF16, DType::kBF16, transposed, true});
     }
   }
   return cases;
@@ -78,7 +97,7 @@ std::vector<Case> Cases() {
 
 std::string Name(const Case& c) {
   return std::string(c.isa == CpuIsa::kAvx2 ? "avx2" : "avx512") + " weights " +
-         DTypeName(c.weights) + " compute " + DTypeName(c.compute);
+         DTypeName(c.weights) + " compute " + DTypeName(c.compute) + (c.onednn ? " onednn" : "");
 }
 
 std::vector<std::byte> RandomRows(int64_t count, DType dtype, std::mt19937& random) {
@@ -88,22 +107,45 @@ std::vector<std::byte> RandomRows(int64_t count, DType dtype, std::mt19937& rand
   return rows;
 }
 
+// Pointers to rows that lie one after another.
+std::vector<const void*> RowsAt(const void* x, int64_t rows, int64_t row_bytes) {
+  std::vector<const void*> pointers;
+  for (int64_t r = 0; r < rows; ++r) {
+    pointers.push_back(static_cast<const std::byte*>(x) + r * row_bytes);
+  }
+  return pointers;
+}
+
+std::vector<OutputRow> OutputsAt(std::vector<float>& y, int64_t rows, int64_t columns) {
+  std::vector<OutputRow> outputs;
+  for (int64_t r = 0; r < rows; ++r) outputs.push_back({y.data() + r * columns, DType::kF32});
+  return outputs;
+}
+
 std::vector<float> Multiply(Projector& projector, PackedMatrix& matrix, const std::byte* x,
                             int64_t rows) {
   std::vector<float> y(static_cast<size_t>(rows * matrix.columns()), std::nanf(""));
-  const Product product{&matrix, x, rows, y.data()};
+  const auto from = RowsAt(x, rows, matrix.inner() * DTypeBytes(matrix.input_dtype()));
+  const auto to = OutputsAt(y, rows, matrix.columns());
+  const Product product{&matrix, from.data(), to.data(), rows};
   EXPECT_TRUE(projector.Run({&product, 1}).ok());
   return y;
+}
+
+float ScaleOf(const std::vector<float>& values) {
+  float largest = 0;
+  for (float value : values) largest = std::max(largest, std::fabs(value));
+  return largest / 127;
 }
 
 TEST(ProjectionTest, AgreesWithADoubleProductWithinTheRoundingOfItsSums) {
   std::mt19937 random(kSeed);
   SCOPED_TRACE(kSeed);
   WorkerPool pool(2);
-  const int64_t shapes[][2] = {{1, 1},   {3, 1},    {1, 5},     {16, 16},
-                               {17, 33}, {100, 70}, {130, 768}, {2100, 65}};
+  const int64_t shapes[][2] = {{1, 1},    {3, 1},     {1, 5},     {16, 16},  {17, 33},
+                               {100, 70}, {130, 768}, {2100, 65}, {70, 4101}};
   for (const Case& c : Cases()) {
-    Projector projector(c.isa, pool);
+    Projector projector = c.Make(pool);
     for (const auto& [out, in] : shapes) {
       SCOPED_TRACE(Name(c) + " " + std::to_string(out) + "x" + std::to_string(in));
       const Weights weights(out, in, c.weights, c.transposed, random);
@@ -112,15 +154,16 @@ TEST(ProjectionTest, AgreesWithADoubleProductWithinTheRoundingOfItsSums) {
       ASSERT_TRUE(matrix.ok()) << matrix.status();
       EXPECT_EQ((*matrix)->compute_dtype(), c.compute);
       for (int64_t rows : {1, 5, 37}) {
-        const auto x = RandomRows(rows * in, c.compute, random);
+        const auto x = RandomRows(rows * in, c.input(), random);
         const std::vector<float> y = Multiply(projector, **matrix, x.data(), rows);
+        if (c.compute == DType::kI8) continue;  // has bounds of its own, below
         for (int64_t r = 0; r < rows; ++r) {
           for (int64_t o = 0; o < out; ++o) {
             double sum = bias.view.At(o, 0);
             double magnitude = std::fabs(sum);
             for (int64_t i = 0; i < in; ++i) {
               const double term =
-                  double{LoadFloat(c.compute, x.data(), r * in + i)} * weights.view.At(o, i);
+                  double{LoadFloat(c.input(), x.data(), r * in + i)} * weights.view.At(o, i);
               sum += term;
               magnitude += std::fabs(term);
             }
@@ -140,10 +183,10 @@ TEST(ProjectionTest, ARowsBitsDoNotDependOnTheRowsBesideItNorOnTheThreads) {
   WorkerPool one(1), two(2), eight(8);
   std::uniform_int_distribution<int64_t> any_rows(1, 300);
   const int64_t fixed_shapes[][2] = {{1, 1},    {1, 257},   {64, 1},    {48, 17},
-                                     {100, 96}, {768, 768}, {200, 2049}};
+                                     {100, 96}, {768, 768}, {200, 2051}};
   for (const Case& c : Cases()) {
     if (c.transposed) continue;
-    Projector alone(c.isa, one), pair(c.isa, two), many(c.isa, eight);
+    Projector alone = c.Make(one), pair = c.Make(two), many = c.Make(eight);
     for (int round = 0; round < 12; ++round) {
       int64_t out = std::uniform_int_distribution<int64_t>(1, 300)(random);
       int64_t in = std::uniform_int_distribution<int64_t>(1, 700)(random);
@@ -157,8 +200,8 @@ TEST(ProjectionTest, ARowsBitsDoNotDependOnTheRowsBesideItNorOnTheThreads) {
       ASSERT_TRUE(matrix.ok() && matrix_pair.ok() && matrix_many.ok()) << matrix.status();
 
       constexpr int64_t kRows = 300;
-      const auto x = RandomRows(kRows * in, c.compute, random);
-      const int64_t row_bytes = in * DTypeBytes(c.compute);
+      const auto x = RandomRows(kRows * in, c.input(), random);
+      const int64_t row_bytes = in * DTypeBytes(c.input());
       const auto expected = Multiply(alone, **matrix, x.data(), kRows);
       const auto check = [&](Projector& projector, PackedMatrix& packed, int64_t first,
                              int64_t rows) {
@@ -188,12 +231,12 @@ TEST(ProjectionTest, EveryRowCountFrom1To300GivesTheSameBits) {
   for (const Case& c : Cases()) {
     if (c.transposed || c.weights == DType::kF16) continue;
     SCOPED_TRACE(Name(c));
-    Projector projector(c.isa, pool);
+    Projector projector = c.Make(pool);
     constexpr int64_t kOut = 72, kIn = 771, kRows = 300;
     const Weights weights(kOut, kIn, c.weights, false, random);
     auto matrix = projector.Pack(weights.view, WeightView(), c.compute);
     ASSERT_TRUE(matrix.ok()) << matrix.status();
-    const auto x = RandomRows(kRows * kIn, c.compute, random);
+    const auto x = RandomRows(kRows * kIn, c.input(), random);
     const auto all = Multiply(projector, **matrix, x.data(), kRows);
     for (int64_t rows = 1; rows < kRows; rows += kRowStep) {
       const auto y = Multiply(projector, **matrix, x.data(), rows);
@@ -207,19 +250,19 @@ TEST(ProjectionTest, NaNAndInfinityStayInTheirRow) {
   WorkerPool pool(2);
   for (const Case& c : Cases()) {
     SCOPED_TRACE(Name(c));
-    Projector projector(c.isa, pool);
+    Projector projector = c.Make(pool);
     constexpr int64_t kOut = 50, kIn = 67, kRows = 29;
     const Weights weights(kOut, kIn, c.weights, c.transposed, random);
     auto matrix = projector.Pack(weights.view, WeightView(), c.compute);
     ASSERT_TRUE(matrix.ok()) << matrix.status();
-    auto x = RandomRows(kRows * kIn, c.compute, random);
+    auto x = RandomRows(kRows * kIn, c.input(), random);
     const auto clean = Multiply(projector, **matrix, x.data(), kRows);
-    StoreFloat(c.compute, std::nanf(""), x.data(), 7 * kIn + kIn - 1);
-    StoreFloat(c.compute, INFINITY, x.data(), 13 * kIn);
+    StoreFloat(c.input(), std::nanf(""), x.data(), 7 * kIn + kIn - 1);
+    StoreFloat(c.input(), INFINITY, x.data(), 13 * kIn);
     const auto y = Multiply(projector, **matrix, x.data(), kRows);
     for (int64_t r = 0; r < kRows; ++r) {
       for (int64_t o = 0; o < kOut; ++o) {
-        if (r == 7)
+        if (r == 7 || (r == 13 && c.compute == DType::kI8))
           ASSERT_TRUE(std::isnan(y[r * kOut + o]));
         else if (r == 13)
           ASSERT_FALSE(std::isfinite(y[r * kOut + o]));
@@ -233,24 +276,169 @@ TEST(ProjectionTest, NaNAndInfinityStayInTheirRow) {
 TEST(ProjectionTest, ProductsOfOnePhaseKeepTheirOwnRowsAndOutputs) {
   std::mt19937 random(kSeed + 4);
   WorkerPool pool(2);
-  for (CpuIsa isa : Isas()) {
-    Projector projector(isa, pool);
+  for (const Case& c : Cases()) {
+    if (c.transposed) continue;
+    SCOPED_TRACE(Name(c));
+    Projector projector = c.Make(pool);
     constexpr int64_t kIn = 40;
-    const Weights a(96, kIn, DType::kF32, false, random), b(32, kIn, DType::kF32, false, random);
-    auto first = projector.Pack(a.view, WeightView(), DType::kF32);
-    auto second = projector.Pack(b.view, WeightView(), DType::kF32);
+    const Weights a(96, kIn, c.weights, false, random), b(32, kIn, c.weights, false, random);
+    auto first = projector.Pack(a.view, WeightView(), c.compute);
+    auto second = projector.Pack(b.view, WeightView(), c.compute);
     ASSERT_TRUE(first.ok() && second.ok());
-    const auto x = RandomRows(20 * kIn, DType::kF32, random);
-    const std::byte* tail = x.data() + 12 * kIn * 4;
-    const auto expected_first = Multiply(projector, **first, x.data(), 15);
-    const auto expected_second = Multiply(projector, **second, tail, 8);
-    std::vector<float> y_first(15 * 96), y_second(8 * 32);
-    const Product products[] = {{first->get(), x.data(), 15, y_first.data()},
-                                {first->get(), x.data(), 0, nullptr},
-                                {second->get(), tail, 8, y_second.data()}};
+    const auto x = RandomRows(20 * kIn, c.input(), random);
+    const int64_t row_bytes = kIn * DTypeBytes(c.input());
+    const auto rows = RowsAt(x.data(), 20, row_bytes);
+    // The second product's rows are inside the first one's, the third's reach beyond them.
+    const auto all = Multiply(projector, **first, x.data(), 15);
+    const auto inside = Multiply(projector, **second, x.data() + 2 * row_bytes, 8);
+    const auto beyond = Multiply(projector, **second, x.data() + 12 * row_bytes, 8);
+    std::vector<float> y_all(15 * 96), y_inside(8 * 32), y_beyond(8 * 32);
+    const auto to_all = OutputsAt(y_all, 15, 96);
+    const auto to_inside = OutputsAt(y_inside, 8, 32), to_beyond = OutputsAt(y_beyond, 8, 32);
+    const Product products[] = {{first->get(), rows.data(), to_all.data(), 15},
+                                {first->get(), rows.data(), nullptr, 0},
+                                {second->get(), rows.data() + 2, to_inside.data(), 8},
+                                {second->get(), rows.data() + 12, to_beyond.data(), 8}};
     ASSERT_TRUE(projector.Run(products).ok());
-    EXPECT_EQ(y_first, expected_first);
-    EXPECT_EQ(y_second, expected_second);
+    EXPECT_EQ(y_all, all);
+    EXPECT_EQ(y_inside, inside);
+    EXPECT_EQ(y_beyond, beyond);
+  }
+}
+
+TEST(ProjectionTest, OutputRowsHaveTheirOwnPlacesAndDtypesAndNothingBesideThemIsWritten) {
+  std::mt19937 random(kSeed + 6);
+  WorkerPool pool(2);
+  constexpr int64_t kIn = 33, kRows = 41, kGap = 7;
+  for (const Case& c : Cases()) {
+    if (c.transposed) continue;
+    for (int64_t out : {1, 15, 16, 63, 64, 70, 129}) {
+      SCOPED_TRACE(Name(c) + " " + std::to_string(out));
+      Projector projector = c.Make(pool);
+      const Weights weights(out, kIn, c.weights, false, random);
+      const Weights bias(out, 1, DType::kF32, false, random);
+      auto matrix = projector.Pack(weights.view, bias.view, c.compute);
+      ASSERT_TRUE(matrix.ok()) << matrix.status();
+      const auto x = RandomRows(kRows * kIn, c.input(), random);
+      const auto expected = Multiply(projector, **matrix, x.data(), kRows);
+      const auto from = RowsAt(x.data(), kRows, kIn * DTypeBytes(c.input()));
+      std::vector<std::vector<std::byte>> buffers;
+      std::vector<OutputRow> to;
+      const DType dtypes[] = {DType::kF32, DType::kF16, DType::kBF16};
+      for (int64_t r = 0; r < kRows; ++r) {
+        const DType dtype = dtypes[r % 3];
+        buffers.emplace_back(out * DTypeBytes(dtype) + kGap, std::byte{0xa5});
+        to.push_back({buffers.back().data(), dtype});
+      }
+      const Product product{matrix->get(), from.data(), to.data(), kRows};
+      ASSERT_TRUE(projector.Run({&product, 1}).ok());
+      for (int64_t r = 0; r < kRows; ++r) {
+        const DType dtype = dtypes[r % 3];
+        std::vector<std::byte> wanted(buffers[r].size(), std::byte{0xa5});
+        for (int64_t o = 0; o < out; ++o) {
+          StoreFloat(dtype, expected[r * out + o], wanted.data(), o);
+        }
+        ASSERT_EQ(buffers[r], wanted) << "row " << r;
+      }
+    }
+  }
+}
+
+TEST(ProjectionTest, RowsMayEndWhereMemoryEnds) {
+  std::mt19937 random(kSeed + 7);
+  WorkerPool pool(1);
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  auto* pages = static_cast<std::byte*>(
+      mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(pages, MAP_FAILED);
+  ASSERT_EQ(mprotect(pages + page, page, PROT_NONE), 0);
+  for (const Case& c : Cases()) {
+    if (c.transposed) continue;
+    Projector projector = c.Make(pool);
+    for (int64_t in : {1, 2, 3, 37, 64}) {
+      SCOPED_TRACE(Name(c) + " " + std::to_string(in));
+      const Weights weights(20, in, c.weights, false, random);
+      auto matrix = projector.Pack(weights.view, WeightView(), c.compute);
+      ASSERT_TRUE(matrix.ok()) << matrix.status();
+      const auto x = RandomRows(3 * in, c.input(), random);
+      std::byte* at_the_end = pages + page - x.size();
+      std::copy(x.begin(), x.end(), at_the_end);
+      EXPECT_EQ(Multiply(projector, **matrix, at_the_end, 3),
+                Multiply(projector, **matrix, x.data(), 3));
+    }
+  }
+  munmap(pages, 2 * page);
+}
+
+// Everything an I8 product is made of, one value at a time; and how far that is from the product
+// of the values before they were rounded.
+TEST(ProjectionTest, I8ProductsAreExactSumsOfRoundedOperandsOnEveryInstructionSet) {
+  std::mt19937 random(kSeed + 8);
+  SCOPED_TRACE(kSeed + 8);
+  WorkerPool pool(2);
+  const int64_t shapes[][2] = {{1, 1}, {17, 33}, {70, 4101}, {130, 768}};
+  for (const Case& c : Cases()) {
+    if (c.compute != DType::kI8) continue;
+    Projector projector = c.Make(pool);
+    for (const auto& [out, in] : shapes) {
+      SCOPED_TRACE(Name(c) + " " + std::to_string(out) + "x" + std::to_string(in));
+      const Weights weights(out, in, c.weights, c.transposed, random);
+      const Weights bias(out, 1, DType::kF32, false, random);
+      auto matrix = projector.Pack(weights.view, bias.view, c.compute);
+      ASSERT_TRUE(matrix.ok()) << matrix.status();
+      constexpr int64_t kRows = 9;
+      auto x = RandomRows(kRows * in, DType::kF32, random);
+      for (int64_t i = 0; i < in; ++i) StoreFloat(DType::kF32, 0, x.data(), 3 * in + i);
+      const auto y = Multiply(projector, **matrix, x.data(), kRows);
+      for (int64_t r = 0; r < kRows; ++r) {
+        std::vector<float> row(in);
+        for (int64_t i = 0; i < in; ++i) row[i] = LoadFloat(DType::kF32, x.data(), r * in + i);
+        const float x_scale = ScaleOf(row);
+        const float factor =
+            x_scale == 0 ? 0
+                         : 127 / (*std::max_element(row.begin(), row.end(), [](float a, float b) {
+                             return std::fabs(a) < std::fabs(b);
+                           }));
+        for (int64_t o = 0; o < out; ++o) {
+          std::vector<float> column(in);
+          for (int64_t i = 0; i < in; ++i) column[i] = weights.view.At(o, i);
+          const float w_scale = ScaleOf(column);
+          int64_t sum = 0;
+          double exact = bias.view.At(o, 0), limit = 1e-6 * std::fabs(exact);
+          for (int64_t i = 0; i < in; ++i) {
+            sum += std::lround(std::nearbyint(row[i] * std::fabs(factor))) *
+                   std::lround(std::nearbyint(column[i] / w_scale));
+            exact += double{row[i]} * column[i];
+            // Half a step of one times the other; 1e-5 covers the steps' own rounding.
+            limit += (0.5 + 1e-5) * (std::fabs(row[i]) * w_scale + std::fabs(column[i]) * x_scale) +
+                     0.26 * x_scale * w_scale;
+          }
+          ASSERT_EQ(y[r * out + o],
+                    std::fma(static_cast<float>(sum), x_scale * w_scale, bias.view.At(o, 0)))
+              << r << "," << o;
+          ASSERT_LE(std::fabs(y[r * out + o] - exact), limit) << r << "," << o;
+        }
+      }
+    }
+  }
+}
+
+TEST(ProjectionTest, I8WeightsThatAreNotFiniteShowInTheirColumnOnly) {
+  std::mt19937 random(kSeed + 9);
+  WorkerPool pool(1);
+  for (CpuIsa isa : Isas()) {
+    Projector projector(isa, DetectCpu(), pool);
+    std::vector<float> values(20 * 30, 1.0f);
+    values[7 * 30 + 4] = INFINITY;
+    values[11 * 30 + 29] = std::nanf("");
+    const WeightView view{values.data(), DType::kF32, 20, 30, 30, 1};
+    auto matrix = projector.Pack(view, WeightView(), DType::kI8);
+    ASSERT_TRUE(matrix.ok()) << matrix.status();
+    const auto x = RandomRows(2 * 30, DType::kF32, random);
+    const auto y = Multiply(projector, **matrix, x.data(), 2);
+    for (int64_t i = 0; i < 40; ++i) {
+      EXPECT_EQ(std::isnan(y[i]), i % 20 == 7 || i % 20 == 11) << i;
+    }
   }
 }
 

@@ -2,10 +2,15 @@
 #include "engine/cpu/worker_pool.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <fstream>
 #include <numeric>
+#include <set>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -67,6 +72,67 @@ TEST(WorkerPoolTest, WakesSleepersWithoutLosingARoundAtAnyMomentOfTheirFallingAs
       arrived.fetch_add(1);
       while (arrived.load() < 2) std::this_thread::yield();
     });
+  }
+}
+
+// 'R' runs or could, 'S' sleeps.
+char StateOfThread(pid_t thread) {
+  std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
+  std::string text;
+  std::getline(file, text);
+  const size_t name_end = text.rfind(')');
+  return name_end == std::string::npos ? '?' : text[name_end + 2];
+}
+
+// A caller that kept its core busy would take it from the worker it waits for.
+TEST(WorkerPoolTest, ACallerSleepsWhileAWorkerTakesLong) {
+  WorkerPool pool(2);
+  const pid_t caller = gettid();
+  for (int round = 0; round < 20; ++round) {
+    std::atomic<int> arrived{0};
+    bool slept = false;
+    pool.ParallelFor(2, [&](int64_t, int worker) {
+      arrived.fetch_add(1);
+      while (arrived.load() < 2) std::this_thread::yield();
+      if (worker == 0) return;
+      const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+      while (!slept && std::chrono::steady_clock::now() < end) {
+        slept = StateOfThread(caller) == 'S';
+      }
+    });
+    ASSERT_TRUE(slept) << "round " << round;
+  }
+}
+
+TEST(WorkerPoolTest, WithAWorkerForEveryCoreEachHasItsOwnOtherThanTheCallersWas) {
+  cpu_set_t allowed;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(allowed), &allowed), 0);
+  const int cores = CPU_COUNT(&allowed);
+  if (cores < 2) GTEST_SKIP() << "one core";
+  for (const int workers : {cores, cores + 1}) {
+    WorkerPool pool(workers);
+    std::vector<cpu_set_t> sets(static_cast<size_t>(workers));
+    std::atomic<int> arrived{0};
+    int core = -1;  // of the caller, in a round in which it stays there
+    for (bool stayed = false; !stayed; stayed = sched_getcpu() == core) {
+      core = sched_getcpu();
+      arrived.store(0);
+      pool.ParallelFor(workers, [&](int64_t, int worker) {
+        arrived.fetch_add(1);
+        while (arrived.load() < workers) std::this_thread::yield();
+        sched_getaffinity(0, sizeof(cpu_set_t), &sets[worker]);
+      });
+    }
+    EXPECT_TRUE(CPU_EQUAL(&sets[0], &allowed));  // the caller's thread stays as it is
+    std::set<int> taken;
+    for (int worker = 1; worker < workers; ++worker) {
+      EXPECT_EQ(CPU_COUNT(&sets[worker]), workers == cores ? 1 : cores);
+      for (int core = 0; core < CPU_SETSIZE; ++core) {
+        if (CPU_ISSET(core, &sets[worker])) taken.insert(core);
+      }
+    }
+    EXPECT_EQ(static_cast<int>(taken.size()), workers == cores ? cores - 1 : cores);
+    EXPECT_EQ(taken.contains(core), workers != cores);
   }
 }
 

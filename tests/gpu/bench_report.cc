@@ -15,8 +15,10 @@ std::string Text(const char* format, auto... values) {
 }
 
 // Per second of the attention kernels; 0 where their time was too short to be seen.
-double Rate(double amount, int64_t us) {
-  return us > 0 ? amount * 1e6 / static_cast<double>(us) : 0;
+double Rate(double amount, double us) { return us > 0 ? amount * 1e6 / us : 0; }
+
+bool IsDecode(const bench::BenchCase& bench) {
+  return bench.spec.raw() && bench.bound == bench::Bound::kBytes;
 }
 
 // "47 %", or "-" where the ceiling was not measured.
@@ -24,7 +26,7 @@ std::string Share(double value, double ceiling) {
   return ceiling > 0 ? Text("%.0f %%", 100 * value / ceiling) : "-";
 }
 
-std::string AgainstBar(double value, const BenchCase& bench, double unit) {
+std::string AgainstBar(double value, const bench::BenchCase& bench, double unit) {
   if (bench.bar == 0) return "";
   const char* verdict = value >= bench.goal  ? "reaches the goal"
                         : value >= bench.bar ? "reaches the bar"
@@ -33,14 +35,14 @@ std::string AgainstBar(double value, const BenchCase& bench, double unit) {
 }
 
 std::string Row(const CaseResult& result, const Ceilings& ceilings) {
-  const BenchCase& bench = result.bench;
-  const StageTimes& stages = result.times.stages;
+  const bench::BenchCase& bench = result.bench;
+  const bench::CaseTimes& times = result.times;
+  const bench::SequenceShape& shape = bench.sequences.front();  // all are alike
   std::string row =
-      Text("%-34s %4lld x %6lld over %6lld %10lld us", bench.name.c_str(),
-           static_cast<long long>(bench.sequences), static_cast<long long>(bench.rows),
-           static_cast<long long>(bench.keys), static_cast<long long>(stages.attend_us));
-  if (bench.kind == CaseKind::kDecode) {
-    const double rate = Rate(KvBytes(bench), stages.attend_us);
+      Text("%-34s %4zu x %6lld over %6lld %10.0f us", bench.name.c_str(), bench.sequences.size(),
+           static_cast<long long>(shape.rows), static_cast<long long>(shape.keys), times.attend_us);
+  if (IsDecode(bench)) {
+    const double rate = Rate(bench::KvBytes(bench), times.attend_us);
     row += Text(" %7.2f TB/s   %s of copy", rate / 1e12,
                 Share(rate, ceilings.copy_bytes_per_second).c_str());
     if (ceilings.copy_bytes_per_second > 0 && rate > 0) {
@@ -48,51 +50,17 @@ std::string Row(const CaseResult& result, const Ceilings& ceilings) {
     }
     return row + AgainstBar(rate, bench, 1e12);
   }
-  const double rate = Rate(AttentionFlops(bench), stages.attend_us);
+  const double rate = Rate(bench::AttentionOperations(bench), times.attend_us);
   row += Text(" %7.1f TFLOP/s %s of matmul", rate / 1e12,
               Share(rate, ceilings.matmul_flops_per_second).c_str());
-  if (bench.kind == CaseKind::kPrefill) return row + AgainstBar(rate, bench, 1e12);
-  const int64_t projected_us = stages.project_us + stages.output_us;
-  const double projected = Rate(ProjectionFlops(bench), projected_us);
-  return row + Text("; project %lld + output %lld us, %.1f TFLOP/s; with copies %lld us",
-                    static_cast<long long>(stages.project_us),
-                    static_cast<long long>(stages.output_us), projected / 1e12,
-                    static_cast<long long>(result.times.wall_us));
+  if (bench.spec.raw()) return row + AgainstBar(rate, bench, 1e12);
+  const double projected_us = times.project_us + times.output_us;
+  const double projected = Rate(bench::ProjectionOperations(bench), projected_us);
+  return row + Text("; project %.0f + output %.0f us, %.1f TFLOP/s; with copies %.0f us",
+                    times.project_us, times.output_us, projected / 1e12, times.wall_us.median);
 }
 
 }  // namespace
-
-double AttentionFlops(const BenchCase& bench) {
-  double pairs = 0;  // (row, visible key)
-  for (int64_t row = 0; row < bench.rows; ++row) {
-    const int64_t position = bench.keys - bench.rows + row;
-    const KeyRange range = VisibleKeys(bench.spec, bench.spec.causal, position, bench.keys);
-    pairs += static_cast<double>(range.end - range.begin);
-  }
-  return 2.0 * pairs * bench.spec.q_heads * (bench.spec.head_dim + bench.spec.v_head_dim) *
-         static_cast<double>(bench.sequences);
-}
-
-double KvBytes(const BenchCase& bench) {
-  const KvGeometry geometry = GeometryOf(bench.spec, bench.dtype);
-  return static_cast<double>(bench.sequences * bench.keys * geometry.TokenBytes());
-}
-
-double ProjectionFlops(const BenchCase& bench) {
-  const AttentionSpec& spec = bench.spec;
-  const double q = double{1} * spec.q_heads * spec.head_dim * spec.d_model;
-  const double kv =
-      double{1} * spec.kv_heads * (spec.head_dim + spec.v_head_dim) * spec.context_width;
-  const double o = double{1} * spec.output_width * spec.q_heads * spec.v_head_dim;
-  return 2 * static_cast<double>(bench.sequences * bench.rows) * (q + kv + o);
-}
-
-int64_t Median(std::vector<int64_t> values) {
-  if (values.empty()) return 0;
-  const auto middle = values.begin() + (static_cast<std::ptrdiff_t>(values.size()) - 1) / 2;
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 std::string ReportTable(const std::string& device, const Ceilings& ceilings,
                         const std::vector<CaseResult>& results) {
@@ -118,25 +86,26 @@ std::string ReportJson(const std::string& device, const Ceilings& ceilings,
   report["matmul_flops_per_second"] = ceilings.matmul_flops_per_second;
   report["cases"] = nlohmann::ordered_json::array();
   for (const CaseResult& result : results) {
-    const BenchCase& bench = result.bench;
-    const StageTimes& stages = result.times.stages;
+    const bench::BenchCase& bench = result.bench;
+    const bench::CaseTimes& times = result.times;
     nlohmann::ordered_json entry{{"name", bench.name},
                                  {"dtype", DTypeName(bench.dtype)},
-                                 {"sequences", bench.sequences},
-                                 {"rows", bench.rows},
-                                 {"keys", bench.keys},
-                                 {"project_us", stages.project_us},
-                                 {"attend_us", stages.attend_us},
-                                 {"output_us", stages.output_us},
-                                 {"wall_us", result.times.wall_us}};
-    if (bench.kind == CaseKind::kDecode) {
-      entry["kv_bytes_per_second"] = Rate(KvBytes(bench), stages.attend_us);
+                                 {"sequences", bench.sequences.size()},
+                                 {"rows", bench.sequences.front().rows},
+                                 {"keys", bench.sequences.front().keys},
+                                 {"project_us", times.project_us},
+                                 {"attend_us", times.attend_us},
+                                 {"output_us", times.output_us},
+                                 {"wall_us", times.wall_us.median}};
+    if (IsDecode(bench)) {
+      entry["kv_bytes_per_second"] = Rate(bench::KvBytes(bench), times.attend_us);
     } else {
-      entry["attention_flops_per_second"] = Rate(AttentionFlops(bench), stages.attend_us);
+      entry["attention_flops_per_second"] =
+          Rate(bench::AttentionOperations(bench), times.attend_us);
     }
-    if (bench.kind == CaseKind::kLayer) {
+    if (!bench.spec.raw()) {
       entry["projection_flops_per_second"] =
-          Rate(ProjectionFlops(bench), stages.project_us + stages.output_us);
+          Rate(bench::ProjectionOperations(bench), times.project_us + times.output_us);
     }
     if (bench.bar > 0) {
       entry["bar"] = bench.bar;

@@ -13,61 +13,32 @@ namespace {
 using testing::HasSubstr;
 using testing::Not;
 
-BenchCase Raw(CaseKind kind, int q_heads, int kv_heads, int head_dim, int v_head_dim) {
-  BenchCase bench{.name = "case", .kind = kind, .spec = {}};
-  bench.spec = PlainSpec(0, q_heads, kv_heads, head_dim, v_head_dim);
+using bench::BenchCase;
+using bench::Bound;
+
+BenchCase Case(const AttentionSpec& spec, Bound bound, int64_t sequences, int64_t rows,
+               int64_t keys) {
+  BenchCase bench;
+  bench.name = "case";
+  bench.spec = spec;
+  bench.dtype = bench.kv_dtype = bench.weight_dtype = DType::kBF16;
+  bench.bound = bound;
+  bench.sequences = bench::Sequences(sequences, rows, keys);
   return bench;
 }
 
-TEST(BenchReportTest, FlopsCountTwoProductsOverTheVisibleKeys) {
-  BenchCase bench = Raw(CaseKind::kPrefill, 16, 16, 128, 128);
-  bench.sequences = 2;
-  bench.rows = bench.keys = 8192;
-  EXPECT_DOUBLE_EQ(AttentionFlops(bench), 4.0 * 8192 * 8192 * 128 * 16 * 2);
-  bench.spec.causal = true;
-  EXPECT_DOUBLE_EQ(AttentionFlops(bench), 4.0 * (8192.0 * 8193 / 2) * 128 * 16 * 2);
-  bench.spec.v_head_dim = 64;
-  EXPECT_DOUBLE_EQ(AttentionFlops(bench), 2.0 * (8192.0 * 8193 / 2) * 192 * 16 * 2);
-  bench.spec.window = 1;
-  EXPECT_DOUBLE_EQ(AttentionFlops(bench), 2.0 * 8192 * 192 * 16 * 2);
+bench::CaseTimes Times(double project_us, double attend_us, double output_us, double wall_us) {
+  bench::CaseTimes times;
+  times.wall_us.median = wall_us;
+  times.project_us = project_us;
+  times.attend_us = attend_us;
+  times.output_us = output_us;
+  return times;
 }
 
-TEST(BenchReportTest, RowsEndAtTheLastKey) {
-  BenchCase bench = Raw(CaseKind::kDecode, 1, 1, 1, 1);
-  bench.spec.causal = true;
-  bench.rows = 2;
-  bench.keys = 10;  // rows see 9 and 10 keys
-  EXPECT_DOUBLE_EQ(AttentionFlops(bench), 4.0 * 19);
-}
-
-TEST(BenchReportTest, KvBytesCountEveryKeyAndValueOnce) {
-  BenchCase bench = Raw(CaseKind::kDecode, 32, 8, 128, 128);
-  bench.sequences = 64;
-  bench.keys = 8192;
-  EXPECT_DOUBLE_EQ(KvBytes(bench), 2147483648.0);
-  bench.dtype = DType::kF32;
-  EXPECT_DOUBLE_EQ(KvBytes(bench), 2 * 2147483648.0);
-}
-
-TEST(BenchReportTest, ProjectionsOfAGroupedLayer) {
-  BenchCase bench{.name = "layer", .kind = CaseKind::kLayer, .spec = {}};
-  bench.spec = PlainSpec(4096, 32, 8, 128, 128);
-  bench.sequences = 1;
-  bench.rows = bench.keys = 512;
-  EXPECT_DOUBLE_EQ(ProjectionFlops(bench), 2.0 * 512 * 4096 * (4096 + 2 * 1024 + 4096));
-}
-
-TEST(BenchReportTest, MedianIsTheLowerMiddle) {
-  EXPECT_EQ(Median({}), 0);
-  EXPECT_EQ(Median({7}), 7);
-  EXPECT_EQ(Median({9, 1}), 1);
-  EXPECT_EQ(Median({9, 1, 5}), 5);
-}
-
-CaseResult Decode(int64_t attend_us) {
-  CaseResult result{Raw(CaseKind::kDecode, 32, 8, 128, 128), {{0, attend_us, 0}, 900}};
-  result.bench.sequences = 64;
-  result.bench.keys = 8192;
+CaseResult Decode(double attend_us) {
+  CaseResult result{Case(PlainSpec(0, 32, 8, 128, 128), Bound::kBytes, 64, 1, 8192),
+                    Times(0, attend_us, 0, 900)};
   result.bench.bar = 3.6e12;
   result.bench.goal = 3.9e12;
   return result;
@@ -75,8 +46,8 @@ CaseResult Decode(int64_t attend_us) {
 
 TEST(BenchReportTest, TableGivesRatesSharesAndVerdicts) {
   const Ceilings ceilings{4.3e12, 790e12};
-  CaseResult prefill{Raw(CaseKind::kPrefill, 16, 16, 128, 128), {{0, 1000, 0}, 5000}};
-  prefill.bench.rows = prefill.bench.keys = 8192;
+  CaseResult prefill{Case(PlainSpec(0, 16, 16, 128, 128), Bound::kOperations, 1, 8192, 8192),
+                     Times(0, 1000, 0, 5000)};
   prefill.bench.bar = 330e12;
   prefill.bench.goal = 370e12;
   const std::string table = ReportTable("a device", ceilings, {Decode(600), Decode(500), prefill});
@@ -100,10 +71,8 @@ TEST(BenchReportTest, WithoutCeilingsAndTimesNothingIsDividedByZero) {
 }
 
 TEST(BenchReportTest, JsonHoldsTheFiguresOfTheTable) {
-  CaseResult layer{BenchCase{.name = "layer", .kind = CaseKind::kLayer, .spec = {}}, {}};
-  layer.bench.spec = PlainSpec(4096, 32, 8, 128, 128);
-  layer.bench.rows = layer.bench.keys = 512;
-  layer.times = {{60, 20, 40}, 300};
+  const CaseResult layer{Case(PlainSpec(4096, 32, 8, 128, 128), Bound::kOperations, 1, 512, 512),
+                         Times(60, 20, 40, 300)};
   const auto report =
       nlohmann::json::parse(ReportJson("a device", {4.3e12, 790e12}, {Decode(600), layer}));
   EXPECT_EQ(report["device"], "a device");

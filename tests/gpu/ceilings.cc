@@ -6,7 +6,7 @@
 
 #include "engine/cuda/cuda_owners.h"
 #include "engine/util/status_macros.h"
-#include "tests/gpu/random_rows.h"
+#include "tests/bench/random_rows.h"
 
 namespace attend::gpu {
 namespace {
@@ -15,11 +15,11 @@ constexpr int kWarmUps = 3, kRepeats = 10;
 constexpr size_t kWorkspaceBytes = size_t{64} << 20;
 
 // Median time of one piece of queued work.
-absl::StatusOr<int64_t> MedianUs(cudaStream_t stream, const std::function<absl::Status()>& queue) {
+absl::StatusOr<double> MedianUs(cudaStream_t stream, const std::function<absl::Status()>& queue) {
   Event begin, end;
   CUDA_RETURN_IF_ERROR(cudaEventCreateWithFlags(begin.out(), 0));
   CUDA_RETURN_IF_ERROR(cudaEventCreateWithFlags(end.out(), 0));
-  std::vector<int64_t> times;
+  std::vector<double> times;
   for (int i = 0; i < kWarmUps + kRepeats; ++i) {
     CUDA_RETURN_IF_ERROR(cudaEventRecord(begin.get(), stream));
     RETURN_IF_ERROR(queue());
@@ -27,9 +27,9 @@ absl::StatusOr<int64_t> MedianUs(cudaStream_t stream, const std::function<absl::
     CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
     float milliseconds = 0;
     CUDA_RETURN_IF_ERROR(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()));
-    if (i >= kWarmUps) times.push_back(static_cast<int64_t>(milliseconds * 1000));
+    if (i >= kWarmUps) times.push_back(double{milliseconds} * 1000);
   }
-  return Median(times);
+  return bench::QuantilesOf(times).median;
 }
 
 absl::StatusOr<double> CopyRate(cudaStream_t stream, int64_t bytes) {
@@ -37,23 +37,23 @@ absl::StatusOr<double> CopyRate(cudaStream_t stream, int64_t bytes) {
   CUDA_RETURN_IF_ERROR(from.Allocate(static_cast<size_t>(bytes)));
   CUDA_RETURN_IF_ERROR(to.Allocate(static_cast<size_t>(bytes)));
   // Not zeros, which some memories move faster.
-  const std::vector<std::byte> piece = RandomRows(DType::kBF16, int64_t{1} << 20, 1);
+  const std::vector<std::byte> piece = bench::RandomRows(DType::kBF16, int64_t{1} << 20, 1);
   for (int64_t at = 0; at < bytes; at += static_cast<int64_t>(piece.size())) {
     const auto count = std::min<int64_t>(bytes - at, static_cast<int64_t>(piece.size()));
     CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(from.data() + at, piece.data(), static_cast<size_t>(count),
                                          cudaMemcpyHostToDevice, stream));
   }
-  ASSIGN_OR_RETURN(const int64_t us, MedianUs(stream, [&] {
+  ASSIGN_OR_RETURN(const double us, MedianUs(stream, [&] {
                      return CudaStatus(
                          cudaMemcpyAsync(to.data(), from.data(), static_cast<size_t>(bytes),
                                          cudaMemcpyDeviceToDevice, stream),
                          "copy");
                    }));
-  return us > 0 ? 2e6 * static_cast<double>(bytes) / static_cast<double>(us) : 0;
+  return us > 0 ? 2e6 * static_cast<double>(bytes) / us : 0;
 }
 
 absl::StatusOr<double> MatmulRate(cudaStream_t stream, int64_t width) {
-  const std::vector<std::byte> matrix = RandomRows(DType::kBF16, width * width, 2);
+  const std::vector<std::byte> matrix = bench::RandomRows(DType::kBF16, width * width, 2);
   DeviceMemory a, b, c, workspace;
   for (DeviceMemory* memory : {&a, &b}) {
     CUDA_RETURN_IF_ERROR(memory->Allocate(matrix.size()));
@@ -86,7 +86,7 @@ absl::StatusOr<double> MatmulRate(cudaStream_t stream, int64_t width) {
   if (found == 0) return absl::InternalError("cuBLASLt has no algorithm for the square product");
   const float one = 1, zero = 0;
   ASSIGN_OR_RETURN(
-      const int64_t us, MedianUs(stream, [&] {
+      const double us, MedianUs(stream, [&] {
         return CublasStatus(
             cublasLtMatmul(handle.get(), desc.get(), &one, a.data(), layout.get(), b.data(),
                            layout.get(), &zero, c.data(), result.get(), c.data(), result.get(),
@@ -95,7 +95,7 @@ absl::StatusOr<double> MatmulRate(cudaStream_t stream, int64_t width) {
       }));
   const double flops =
       2.0 * static_cast<double>(width) * static_cast<double>(width) * static_cast<double>(width);
-  return us > 0 ? flops * 1e6 / static_cast<double>(us) : 0;
+  return us > 0 ? flops * 1e6 / us : 0;
 }
 
 }  // namespace

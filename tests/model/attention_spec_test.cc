@@ -51,7 +51,7 @@ TEST(AttentionSpecTest, OneWrongFieldIsNamedWithItsValue) {
       {[](AttentionSpec& s) { s.kv_heads = 0; }, "kv_heads: got 0"},
       {[](AttentionSpec& s) { s.kv_heads = 3; }, "kv_heads: got 3, wanted a divisor of q_heads 4"},
       {[](AttentionSpec& s) { s.kv_heads = 8; }, "kv_heads: got 8, wanted 1..4"},
-      {[](AttentionSpec& s) { s.head_dim = 257; }, "head_dim: got 257, wanted 1..256"},
+      {[](AttentionSpec& s) { s.head_dim = 1025; }, "head_dim: got 1025, wanted 1..1024"},
       {[](AttentionSpec& s) { s.v_head_dim = 0; }, "v_head_dim: got 0"},
       {[](AttentionSpec& s) { s.d_model = -1; }, "d_model: got -1"},
       {[](AttentionSpec& s) { s.context_width = 20; }, "context_width: got 20, wanted 48..48"},

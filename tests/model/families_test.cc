@@ -362,9 +362,9 @@ TEST(FamiliesTest, AbsurdSizesAreRefusedBeforeAnythingIsAllocated) {
         << key;
   }
   TestCheckpoint wide = GoldenCheckpoint("bert");
-  wide.config["hidden_size"] = 1024;
+  wide.config["hidden_size"] = 4096;
   wide.config["num_attention_heads"] = 2;
-  EXPECT_THAT(Error(wide), HasSubstr("head_dim: got 512, wanted 1..256"));
+  EXPECT_THAT(Error(wide), HasSubstr("head_dim: got 2048, wanted 1..1024"));
 }
 
 TEST(FamiliesTest, OfEveryTensorTheStoredBytesAreCounted) {

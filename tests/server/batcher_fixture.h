@@ -27,13 +27,16 @@ class BatcherFixture : public ::testing::Test {
  protected:
   static constexpr int64_t kBytes = 1 << 20;
 
-  explicit BatcherFixture(int batches_in_flight = 1, int64_t workspace_bytes = 0) {
+  // Nothing is cut for time unless a test asks for it: the engine takes what the machine lets it.
+  explicit BatcherFixture(int batches_in_flight = 1, int64_t workspace_bytes = 0,
+                          int64_t chunk_us = 60'000'000) {
     RuntimeOptions options;
     options.engine.kv_bytes = options.engine.scratch_bytes = kBytes;
     options.engine.workspace_bytes = workspace_bytes;
     options.replica = "r";
     options.start = "1";
     options.batch_tokens = 64;
+    options.chunk_us = chunk_us;
     auto engine = std::make_unique<MemoryEngine>(2 * kBytes, batches_in_flight);
     engine_ = engine.get();
     runtime_ = std::make_unique<AttentionRuntime>(options, std::move(engine), NowUs);

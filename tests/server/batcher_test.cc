@@ -146,6 +146,34 @@ TEST_F(BatcherTest, DeadWorkIsEndedWithoutBeingLaunched) {
   EXPECT_TRUE(engine_->plans.empty());
 }
 
+TEST_F(BatcherTest, ABatchIsNoLargerThanTheEngineGainsFrom) {
+  engine_->set_enough_rows(4);
+  std::vector<std::future<absl::Status>> answers;
+  for (int64_t rows : {3, 3, 3, 9, 1}) answers.push_back(Submit(Job(rows)));
+  batcher_->Start();
+  for (auto& answer : answers) EXPECT_TRUE(answer.get().ok());
+  std::vector<int64_t> rows;
+  for (const BatchPlan& plan : engine_->plans) rows.push_back(plan.query_rows);
+  EXPECT_EQ(rows, (std::vector<int64_t>{6, 12, 1}));
+}
+
+// The first batch tells that a row takes a second. The second job would be late.
+TEST_F(BatcherTest, WhoCannotBeAnsweredInTimeLetsThoseGoFirstWhoCan) {
+  engine_->set_enough_rows(1);
+  engine_->times.attend_us = 1'000'000;
+  std::vector<std::future<absl::Status>> answers;
+  answers.push_back(Submit(Job(1)));
+  std::shared_ptr<AttendJob> late = Job(20);
+  late->deadline_us = late->arrival_us + 15'000'000;
+  answers.push_back(Submit(late));
+  for (int64_t rows : {3, 4}) answers.push_back(Submit(Job(rows)));
+  batcher_->Start();
+  for (auto& answer : answers) EXPECT_TRUE(answer.get().ok());
+  std::vector<int64_t> rows;
+  for (const BatchPlan& plan : engine_->plans) rows.push_back(plan.query_rows);
+  EXPECT_EQ(rows, (std::vector<int64_t>{1, 3, 4, 20}));
+}
+
 TEST_F(BatcherTest, AnEngineFaultFailsItsBatchAndEveryLaterOne) {
   engine_->fail_next = true;
   batcher_->Start();

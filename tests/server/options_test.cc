@@ -133,6 +133,7 @@ TEST(OptionsTest, EveryFlagIsStored) {
                               "--threads=3",
                               "--isa=avx2",
                               "--compute=fp32",
+                              "--weight_dtype=i8",
                               "--kv_dtype=f16",
                               "--message_bytes=1MiB",
                               "--response_bytes=2097152",
@@ -167,6 +168,7 @@ TEST(OptionsTest, EveryFlagIsStored) {
   EXPECT_EQ(options->threads, 3);
   EXPECT_EQ(options->isa, "avx2");
   EXPECT_EQ(options->compute, "fp32");
+  EXPECT_EQ(options->weight_dtype, "i8");
   EXPECT_EQ(options->kv_dtype, DType::kF16);
   const Limits& limits = options->limits;
   EXPECT_EQ(limits.message_bytes, 1 << 20);
@@ -248,7 +250,8 @@ TEST(OptionsTest, WrongChoicesNameTheRightOnes) {
   EXPECT_EQ(ErrorOf({"--device=tpu"}), "--device: got \"tpu\", wanted auto|cpu|cuda");
   EXPECT_THAT(ErrorOf({"--isa=sse"}), HasSubstr("auto|avx2|avx512"));
   EXPECT_THAT(ErrorOf({"--compute=FP32"}), HasSubstr("auto|fp32|bf16|tf32"));
-  EXPECT_THAT(ErrorOf({"--kv_dtype=i8"}), HasSubstr("auto|f32|bf16|f16"));
+  EXPECT_THAT(ErrorOf({"--kv_dtype=i4"}), HasSubstr("auto|f32|bf16|f16|i8"));
+  EXPECT_THAT(ErrorOf({"--weight_dtype=bf16"}), HasSubstr("auto|i8"));
   EXPECT_THAT(ErrorOf({"--log_format=xml"}), HasSubstr("text|json"));
   EXPECT_THAT(ErrorOf({"--reflection=maybe"}), HasSubstr("true|false"));
 }
@@ -393,7 +396,7 @@ TEST(OptionsTest, HelpNamesEveryFlagWithDefaultUnitLimitAndVariable) {
     EXPECT_EQ(row.environment.empty(), command) << row.name;
     EXPECT_THAT(help, HasSubstr(command ? "\n" : "; " + row.environment + "\n"));
   }
-  EXPECT_EQ(names.size(), 33u);
+  EXPECT_EQ(names.size(), 34u);
 }
 
 }  // namespace

@@ -31,14 +31,23 @@ DType ComputeDType(const EngineCase& engine, DType weight, const std::string& co
 
 DType AttendDType(const EngineCase& engine, DType kv, DType layer_compute,
                   const std::string& compute) {
-  if (!engine.cuda() || compute == "fp32") return DType::kF32;
+  if (compute == "fp32") return DType::kF32;
+  if (!engine.cuda()) {
+    // Under I8 weights it is what BF16 weights would compute in.
+    const bool bf16 =
+        layer_compute == DType::kBF16 || (layer_compute == DType::kI8 && compute == "bf16");
+    const bool dot = bf16 && (kv == DType::kBF16 || kv == DType::kI8);
+    return dot ? DType::kBF16 : DType::kF32;
+  }
   const bool tensor_cores = layer_compute == DType::kUnspecified || layer_compute == kv;
   return tensor_cores ? kv : DType::kF32;
 }
 
 std::unique_ptr<AttentionEngine> MakeTestEngine(const EngineCase& engine,
-                                                const std::string& compute, int threads) {
+                                                const std::string& compute, int threads,
+                                                const std::string& weight_dtype) {
   EngineOptions options;
+  options.weight_dtype = weight_dtype;
   options.device = engine.device;
   options.isa = engine.isa;
   options.compute = compute;
@@ -61,11 +70,17 @@ void EngineTest::SetUp() {
   Restart();
 }
 
-void EngineTest::Restart(const std::string& compute, int threads) {
+void EngineTest::Restart(const std::string& compute, int threads, const std::string& weight_dtype) {
   engine.reset();  // a device holds one at a time
-  engine = MakeTestEngine(GetParam(), compute, threads);
+  engine = MakeTestEngine(GetParam(), compute, threads, weight_dtype);
   compute_ = compute;
   space = std::make_unique<BlockSpace>(*engine, 0, kTestKvBytes, random());
+}
+
+std::vector<DType> EngineTest::KvDTypes() const {
+  std::vector<DType> dtypes{DType::kF32, DType::kBF16, DType::kF16};
+  if (engine->info().keeps_i8) dtypes.push_back(DType::kI8);
+  return dtypes;
 }
 
 void EngineTest::TakeBlocks(TestSequence& sequence) {
@@ -118,6 +133,7 @@ ReferenceResult EngineTest::Expected(const TestSequence& sequence, const LayerWe
   numerics.attend_dtype =
       AttendDType(GetParam(), sequence.kv_dtype,
                   sequence.spec->raw() ? DType::kUnspecified : compute, compute_);
+  numerics.scale_first = !GetParam().cuda();
   numerics.tf32 = compute_ == "tf32";
   return ReferenceAttention(*sequence.spec, weights, numerics, sequence.Reference());
 }

@@ -56,13 +56,17 @@ inline constexpr int64_t kTestBatchTokens = 1 << 14;
 
 std::unique_ptr<AttentionEngine> MakeTestEngine(const EngineCase& engine,
                                                 const std::string& compute = "auto",
-                                                int threads = 2);
+                                                int threads = 2,
+                                                const std::string& weight_dtype = "auto");
 
 // A fresh engine per test; `space` covers its whole KV memory.
 class EngineTest : public testing::TestWithParam<EngineCase> {
  protected:
   void SetUp() override;
-  void Restart(const std::string& compute = "auto", int threads = 2);
+  void Restart(const std::string& compute = "auto", int threads = 2,
+               const std::string& weight_dtype = "auto");
+  // What the engine can keep keys and values in.
+  std::vector<DType> KvDTypes() const;
 
   // Runs the sequences whole, as one batch in fresh blocks, and compares outputs and asked
   // attention weights with the oracle's. Raw sequences: layer -1, no weights.

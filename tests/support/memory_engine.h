@@ -21,10 +21,16 @@ class MemoryEngine : public AttentionEngine {
  public:
   explicit MemoryEngine(int64_t bytes, int batches_in_flight = 1)
       : memory_(static_cast<size_t>(bytes)) {
-    info_ = {"memory", "test", "none", "memory-1", 1, batches_in_flight};
+    info_ = {.engine = "memory",
+             .device = "test",
+             .isa = "none",
+             .numerics_id = "memory-1",
+             .threads = 1,
+             .batches_in_flight = batches_in_flight};
   }
 
   const EngineInfo& info() const override { return info_; }
+  void set_enough_rows(int64_t rows) { info_.enough_rows = rows; }
   absl::StatusOr<LayerInfo> AddLayer(const AttentionSpec&, const LayerWeights&) override {
     return LayerInfo{layers_++, DType::kF32, 0};
   }

@@ -68,10 +68,39 @@ double CarriedError(double error, double step, double distance) {
   return step * std::max(1.0, kDeviations * std::sqrt(probability));
 }
 
+// Rounds every `group` consecutive elements of a row to int8 multiples of their largest magnitude /
+// 127; all become NaN when one is not finite. As Round below otherwise.
+BoundedRows RoundToI8(int64_t group, BoundedRows& x) {
+  BoundedRows carried = x;
+  for (size_t begin = 0; begin < x.value.size(); begin += static_cast<size_t>(group)) {
+    double largest = 0, largest_error = 0;
+    for (size_t i = begin; i < begin + static_cast<size_t>(group); ++i) {
+      const double magnitude = std::isfinite(x.value[i]) ? std::fabs(x.value[i]) : NAN;
+      if (!(magnitude <= largest)) largest = std::isnan(largest) ? largest : magnitude;
+      largest_error = std::max(largest_error, x.error[i]);
+    }
+    const double step = static_cast<float>(static_cast<float>(largest) / 127.0f);
+    const double step_error = largest_error / 127 + 2 * kUnit * step;
+    for (size_t i = begin; i < begin + static_cast<size_t>(group); ++i) {
+      const double steps = step == 0 ? 0 : std::nearbyint(x.value[i] / step);
+      // In value / step, an error of the step counts, too.
+      const double error = x.error[i] + std::fabs(steps) * step_error;
+      const double distance = std::max(0.0, step / 2 - std::fabs(x.value[i] - steps * step));
+      x.value[i] = carried.value[i] = steps * step;
+      const double scale_error = std::fabs(steps) * step_error;
+      x.error[i] = scale_error + (error >= distance ? 2 * (step + error) : 0);
+      carried.error[i] = error > 0 ? scale_error + CarriedError(error, step, distance) : 0;
+    }
+  }
+  return carried;
+}
+
 // Rounds to `dtype`. `x` becomes the rounded values, its bound how far another correct rounding may
-// be (twice: all of it, and the comparer's own); returned is what later sums compute with.
-BoundedRows Round(DType dtype, BoundedRows& x) {
+// be (twice: all of it, and the comparer's own); returned is what later sums compute with. `group`
+// elements share a scale of I8.
+BoundedRows Round(DType dtype, int64_t group, BoundedRows& x) {
   if (dtype == DType::kF32) return x;  // its roundings are part of every step's bound
+  if (dtype == DType::kI8) return RoundToI8(group, x);
   const Rounding rounding(dtype);
   BoundedRows carried = x;
   for (size_t i = 0; i < x.value.size(); ++i) {
@@ -104,16 +133,21 @@ double Tf32Error(const Sum& sum) {
 BoundedRows Project(const ReferenceNumerics& numerics, const BoundedRows& x,
                     const WeightView& matrix, const WeightView& bias) {
   BoundedRows y(x.rows, matrix.rows);
-  std::vector<double> w(static_cast<size_t>(matrix.rows * matrix.columns));
+  BoundedRows weights(matrix.rows, matrix.columns);
   for (int64_t o = 0; o < matrix.rows; ++o) {
-    for (int64_t i = 0; i < matrix.columns; ++i) w[o * matrix.columns + i] = matrix.At(o, i);
+    for (int64_t i = 0; i < matrix.columns; ++i) {
+      weights.value[o * matrix.columns + i] = matrix.At(o, i);
+    }
   }
+  if (numerics.compute_dtype == DType::kI8) weights = RoundToI8(matrix.columns, weights);
+  const std::vector<double>&w = weights.value, &dw = weights.error;
   for (int64_t r = 0; r < x.rows; ++r) {
     for (int64_t o = 0; o < matrix.rows; ++o) {
       Sum sum;
       sum.Add(bias.present() ? bias.At(o, 0) : 0, 0, 1, 0);
       for (int64_t i = 0; i < x.columns; ++i) {
-        sum.Add(x.value[r * x.columns + i], x.error[r * x.columns + i], w[o * x.columns + i], 0);
+        sum.Add(x.value[r * x.columns + i], x.error[r * x.columns + i], w[o * x.columns + i],
+                dw[o * x.columns + i]);
       }
       y.value[r * y.columns + o] = sum.value;
       y.error[r * y.columns + o] = sum.Error();
@@ -288,6 +322,20 @@ std::pair<double, double> WeightedSum(const RowOfScores& scores, const Rounding&
   return {sum.value, sum.Error() + std::min(most, kEvenRounding * std::sqrt(squares))};
 }
 
+BoundedRows RoundQueries(const AttentionSpec& spec, const ReferenceNumerics& numerics,
+                         BoundedRows q) {
+  const double scale = numerics.scale_first ? spec.scale : 1;
+  const auto times = [&q](double factor) {
+    for (double& value : q.value) value *= factor;
+    for (double& error : q.error) error *= std::fabs(factor);
+  };
+  if (scale == 0 || numerics.attend_dtype == DType::kF32) return q;
+  times(scale);
+  q = Round(numerics.attend_dtype, spec.head_dim, q);
+  times(1 / scale);
+  return q;
+}
+
 BoundedRows Attend(const AttentionSpec& spec, const ReferenceNumerics& numerics,
                    const ReferenceSequence& sequence, const BoundedRows& q, const BoundedRows& k,
                    const BoundedRows& v, BoundedRows& weights) {
@@ -347,16 +395,16 @@ ReferenceResult ReferenceAttention(const AttentionSpec& spec, const LayerWeights
     BoundedRows q = Load(sequence.query, sequence.rows, spec.q_heads * spec.head_dim);
     result.keys = Load(sequence.key_source, sequence.keys, spec.kv_heads * spec.head_dim);
     result.values = Load(sequence.value_source, sequence.keys, spec.kv_heads * spec.v_head_dim);
-    const BoundedRows k = Round(numerics.kv_dtype, result.keys);
-    const BoundedRows v = Round(numerics.kv_dtype, result.values);
-    q = Round(numerics.attend_dtype, q);
+    const BoundedRows k = Round(numerics.kv_dtype, spec.head_dim, result.keys);
+    const BoundedRows v = Round(numerics.kv_dtype, spec.v_head_dim, result.values);
+    q = RoundQueries(spec, numerics, q);
     result.output = Attend(spec, numerics, sequence, q, k, v, result.weights);
     return result;
   }
   BoundedRows x = Load(sequence.query, sequence.rows, spec.d_model);
   BoundedRows source = Load(sequence.key_source, sequence.keys, spec.context_width);
-  Round(numerics.compute_dtype, x);
-  Round(numerics.compute_dtype, source);
+  Round(numerics.compute_dtype, spec.d_model, x);
+  Round(numerics.compute_dtype, spec.context_width, source);
   BoundedRows q = Project(numerics, x, weights.q, weights.q_bias);
   result.keys = Project(numerics, source, weights.k, weights.k_bias);
   result.values = Project(numerics, source, weights.v, weights.v_bias);
@@ -365,11 +413,11 @@ ReferenceResult ReferenceAttention(const AttentionSpec& spec, const LayerWeights
   NormHeads(spec, weights.k_norm, result.keys);
   Rotate(spec.rope, spec.head_dim, sequence.first_row, q);
   Rotate(spec.rope, spec.head_dim, 0, result.keys);
-  const BoundedRows k = Round(numerics.kv_dtype, result.keys);
-  const BoundedRows v = Round(numerics.kv_dtype, result.values);
-  q = Round(numerics.attend_dtype, q);
+  const BoundedRows k = Round(numerics.kv_dtype, spec.head_dim, result.keys);
+  const BoundedRows v = Round(numerics.kv_dtype, spec.v_head_dim, result.values);
+  q = RoundQueries(spec, numerics, q);
   BoundedRows heads = Attend(spec, numerics, sequence, q, k, v, result.weights);
-  heads = Round(numerics.compute_dtype, heads);
+  heads = Round(numerics.compute_dtype, heads.columns, heads);
   result.output = Project(numerics, heads, weights.o, weights.o_bias);
   return result;
 }

@@ -57,11 +57,13 @@ struct ReferenceSequence {
   bool weights = false;  // ReferenceResult.weights is wanted
 };
 
-// In which types an engine keeps and multiplies. F32 = float32 throughout.
+// In which types an engine keeps and multiplies. F32 = float32 throughout; I8 as in
+// engine/kv_geometry.h, for products with one scale per input row and one per output.
 struct ReferenceNumerics {
   DType kv_dtype = DType::kF32;
   DType compute_dtype = DType::kF32;  // of both operands of every projection
   DType attend_dtype = DType::kF32;   // of queries and of the weights of values
+  bool scale_first = false;           // queries are rounded to attend_dtype after their scale
   bool tf32 = false;                  // F32 projections keep 10 bits of their operands' mantissas
 };
 

@@ -2,11 +2,12 @@
 #include "client/cli/bench/control.h"
 
 #include <signal.h>
-#include <time.h>
 
 #include <algorithm>
 #include <thread>
 #include <utility>
+
+#include "client/cli/bench/process_cpu.h"
 
 namespace attend::cli {
 namespace {
@@ -23,12 +24,6 @@ void OnSignal(int number) {
 
 std::chrono::duration<double> Seconds(double seconds) {
   return std::chrono::duration<double>(seconds);
-}
-
-double CpuSeconds() {
-  timespec time = {};
-  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
 }  // namespace

@@ -1,15 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The decode loop of a model that is split between two machines: a step of a worker's sessions
-// (its micro-batch) is one call for each layer, one after another, each with one new row for every
-// session. Workers overlap, so that one computes here while the server computes for the other.
+// (its micro-batch) is one item for each layer on the worker's stream, each sent after the answer
+// to the one before, with one new row for every session. Workers overlap, so that one computes here
+// while the server computes for the other.
 #include <algorithm>
+#include <span>
 #include <vector>
 
 #include "client/cli/bench/worker.h"
 
 namespace attend::cli {
 namespace {
+
+// What one call costs is measured on so many layers in turn, so that caches are as cold as in a
+// model, with a history that takes a server of 2 cores seconds to make, and so often.
+constexpr size_t kLinkLayers = 4;
+constexpr int64_t kLinkHistory = 2048;
+constexpr int kLinkRounds = 17;  // the first is not counted
+
+// `rows` rows of each of `sessions`, which have `position` tokens of `layer` before them. What a
+// lost item may have appended beyond that is dropped, so that every item can be sent again.
+struct StreamItem {
+  const v1::Layer* layer = nullptr;
+  std::span<const client::Session> sessions;
+  int64_t position = 0;
+  int64_t rows = 1;
+  bool append = true;
+};
 
 class DecodeWorker final : public LoadWorker {
  public:
@@ -37,7 +55,7 @@ class DecodeWorker final : public LoadWorker {
 
   // A step of new sessions when there are none.
   std::optional<client::Error> Turn() override {
-    if (batch_.empty()) {
+    if (!ready_) {
       const auto opened = Open();
       if (!opened.ok()) {
         CloseAll();
@@ -50,10 +68,104 @@ class DecodeWorker final : public LoadWorker {
     return error;
   }
 
-  void CleanUp() override { CloseAll(); }
+  void CleanUp() override {
+    if (bench_.link != nullptr && index_ == 0) {
+      const auto measured = MeasureLink();
+      if (!measured.ok()) bench_.link->why_not = measured.error().ToString();
+    }
+    CloseAll();
+  }
 
-  // Opens the sessions, all on one replica, and appends the prompts. Counts what goes wrong.
+  // ---- What one call costs, after the load and alone ----
+
+  // Rest and computation of repeated calls.
+  struct Costs {
+    LatencyHistogram rest, compute;
+
+    LinkSamples::Call Medians(const Bench& bench, int64_t rows, int64_t cached) const {
+      const v1::Layer& layer = bench.layers.front();
+      const int64_t row_bytes =
+          (layer.d_model() + layer.output_width()) * client::ElementBytes(bench.flags.dtype);
+      return {.rows = rows,
+              .bytes = static_cast<double>(rows * row_bytes),
+              .cached = static_cast<double>(cached),
+              .rest_us = static_cast<double>(rest.PercentileNs(0.5)) / 1e3,
+              .compute_us = static_cast<double>(compute.PercentileNs(0.5)) / 1e3};
+    }
+  };
+
+  // `costs` may be null.
+  client::Result<void> Time(const StreamItem& item, Costs* costs) {
+    const Clock::time_point sent = Clock::now();
+    const auto answer = Send(item);
+    if (!answer.ok()) return answer.error();
+    if (costs == nullptr) return {};
+    const int64_t round_trip = std::chrono::nanoseconds(Clock::now() - sent).count();
+    const v1::Timing& timing = answer->timing();
+    costs->rest.Add(round_trip - 1000 * (timing.queue_us() + timing.compute_us()));
+    costs->compute.Add(1000 * timing.compute_us());
+    return {};
+  }
+
+  // `item` on each of the layers that the link is measured on in turn, again and again.
+  client::Result<void> TimeRounds(StreamItem item, Costs* costs) {
+    for (int i = 0; i < kLinkRounds; ++i) {
+      for (const v1::Layer& layer : LinkLayers()) {
+        item.layer = &layer;
+        if (auto timed = Time(item, i == 0 ? nullptr : costs); !timed.ok()) return timed;
+      }
+    }
+    return {};
+  }
+
+  std::span<const v1::Layer> LinkLayers() const {
+    return std::span(bench_.layers).first(std::min(bench_.layers.size(), kLinkLayers));
+  }
+
+  client::Result<void> MeasureLink() {
+    if (!ready_ || TotalOf(stats().failed) > 0) {
+      bench_.link->why_not = "calls failed";
+      return {};
+    }
+    while (!bench_.control->WaitUntilFinished(Clock::now() + LoadControl::kSlice)) {
+    }
+    if (StopSignal() != 0) {
+      bench_.link->why_not = "ended early";
+      return {};
+    }
+    const int64_t prompt = bench_.flags.prompt;
+    Costs batch, row, cached, rows;
+    auto timed = TimeRounds({.sessions = sessions_, .position = prompt}, &batch);
+    if (!timed.ok()) return timed;
+    const auto session = client_->OpenSession(SessionRequest(bench_));
+    if (!session.ok()) return session.error();
+    const std::span<const client::Session> alone(&*session, 1);
+    timed = TimeRounds({.sessions = alone, .append = false}, &row);
+    if (!timed.ok()) return timed;
+    int64_t history = 0;
+    for (; history + bench_.link_rows <= kLinkHistory; history += bench_.link_rows) {
+      for (const v1::Layer& layer : LinkLayers()) {
+        timed = Time(
+            {.layer = &layer, .sessions = alone, .position = history, .rows = bench_.link_rows},
+            &rows);
+        if (!timed.ok()) return timed;
+      }
+    }
+    timed = TimeRounds({.sessions = alone, .position = history, .append = false}, &cached);
+    if (!timed.ok()) return timed;
+    bench_.link->samples = {.batch = batch.Medians(bench_, count_, count_ * prompt),
+                            .row = row.Medians(bench_, 1, 0),
+                            .cached = cached.Medians(bench_, 1, history),
+                            .rows = rows.Medians(bench_, bench_.link_rows, 0)};
+    return {};
+  }
+
+  // ---- Sessions ----
+
+  // Opens the sessions, all on one replica, and appends the prompts, which are large, by calls of
+  // their own. Counts what goes wrong.
   client::Result<void> Open() {
+    stream_ = client_->OpenStream();  // goes to the replica of its first item
     sessions_.reserve(static_cast<size_t>(count_));
     for (int64_t i = 0; i < count_; ++i) {
       auto session = Make([&] {
@@ -67,7 +179,7 @@ class DecodeWorker final : public LoadWorker {
     for (client::Session& session : sessions_) {
       if (auto appended = AppendPrompt(session); !appended.ok()) return appended;
     }
-    for (client::Session& session : sessions_) batch_.push_back({.session = &session, .rows = 1});
+    ready_ = true;
     steps_ = 0;
     return {};
   }
@@ -94,49 +206,8 @@ class DecodeWorker final : public LoadWorker {
     return {};
   }
 
-  // All layers, or none: after an error or a wrong answer every history is as long as before, with
-  // the next call of its layer.
-  std::optional<client::Error> Step() {
-    const Clock::time_point start = Clock::now();
-    RequestStats step;
-    for (const v1::Layer& layer : bench_.layers) {
-      const Clock::time_point sent = Clock::now();
-      const auto answer = Make([&] {
-        return client_->Attend(layer.name(), batch_, RowsView(count_), SessionOptions(layer));
-      });
-      if (!answer.ok()) {
-        // The error names the sessions that are lost; each of them ends all, as calls succeed or
-        // fail as a whole.
-        const auto named = static_cast<int64_t>(answer.error().sequences.size());
-        CountError(answer.error(), std::max<int64_t>(1, named));
-        RewindTo(bench_.flags.prompt + steps_);
-        return answer.error();
-      }
-      const int64_t round_trip = std::chrono::nanoseconds(Clock::now() - sent).count();
-      const Sent call{
-          .kind = Kind::kLayerCall, .layer = &layer, .rows = count_, .due = sent, .sent = sent};
-      if (!CountAnswer(call, answer->output, answer->timing)) {
-        RewindTo(bench_.flags.prompt + steps_);
-        return std::nullopt;
-      }
-      AddCall(answer->timing, 0, round_trip, &step);
-    }
-    step.tokens = count_;
-    step.latency.Add(std::chrono::nanoseconds(Clock::now() - start).count());
-    Count([&](LoadStats& stats) { stats.of(Kind::kStep).Merge(step); });
-    if (++steps_ >= bench_.flags.steps) {  // histories stay as long as asked for
-      RewindTo(bench_.flags.prompt);
-      steps_ = 0;
-    }
-    return std::nullopt;
-  }
-
-  void RewindTo(int64_t length) {
-    for (client::Session& session : sessions_) session.RewindTo(length);
-  }
-
   void CloseAll() {
-    batch_.clear();
+    ready_ = false;
     for (client::Session& session : sessions_) {
       if (server_gone()) {
         session.Detach();
@@ -147,10 +218,67 @@ class DecodeWorker final : public LoadWorker {
     sessions_.clear();
   }
 
+  // ---- Steps ----
+
+  // Sends an item and waits for its answer. The stream opens with the first one, and anew with the
+  // first one after it ended.
+  client::Result<v1::AttendResponse> Send(const StreamItem& item) {
+    v1::AttendRequest request;
+    request.set_model(bench_.model);
+    request.set_layer(item.layer->name());
+    request.set_mask(SessionOptions(*item.layer).mask);
+    for (const client::Session& session : item.sessions) {
+      v1::Sequence* sequence = request.add_sequences();
+      sequence->set_session_id(session.id());
+      sequence->set_length(item.rows);
+      sequence->set_position(item.position);
+      sequence->set_rewind(item.append);
+      sequence->set_no_append(!item.append);
+    }
+    const int64_t rows = item.rows * static_cast<int64_t>(item.sessions.size());
+    client::CopyToWire(RowsView(rows), request.mutable_hidden_states());
+    if (auto sent = stream_->Send(std::move(request)); !sent.ok()) return sent.error();
+    return stream_->Receive();
+  }
+
+  // All layers, or none: after an error or a wrong answer every history is as long as before, with
+  // the next item of its layer.
+  std::optional<client::Error> Step() {
+    const Clock::time_point start = Clock::now();
+    RequestStats step;
+    for (const v1::Layer& layer : bench_.layers) {
+      const Clock::time_point sent = Clock::now();
+      auto answer = Make([&] {
+        return Send(
+            {.layer = &layer, .sessions = sessions_, .position = bench_.flags.prompt + steps_});
+      });
+      if (!answer.ok()) {
+        // The error names the sessions that are lost; each of them ends all, as calls succeed or
+        // fail as a whole.
+        const auto named = static_cast<int64_t>(answer.error().sequences.size());
+        CountError(answer.error(), std::max<int64_t>(1, named));
+        return answer.error();
+      }
+      const int64_t round_trip = std::chrono::nanoseconds(Clock::now() - sent).count();
+      const Sent call{
+          .kind = Kind::kLayerCall, .layer = &layer, .rows = count_, .due = sent, .sent = sent};
+      const client::Tensor output = client::TakeFromWire(answer->mutable_output());
+      if (!CountAnswer(call, output, answer->timing())) return std::nullopt;
+      AddCall(answer->timing(), 0, round_trip, &step);
+    }
+    step.tokens = count_;
+    step.latency.Add(std::chrono::nanoseconds(Clock::now() - start).count());
+    Count([&](LoadStats& stats) { stats.of(Kind::kStep).Merge(step); });
+    // Histories stay as long as asked for.
+    if (++steps_ >= bench_.flags.steps) steps_ = 0;
+    return std::nullopt;
+  }
+
   const int64_t count_;
   std::vector<client::Session> sessions_;
-  std::vector<client::SessionRows> batch_;  // empty until every session has its prompt
-  int64_t steps_ = 0;                       // done since the histories were as long as the prompt
+  std::optional<client::Stream> stream_;  // of these sessions
+  bool ready_ = false;                    // every session has its prompt
+  int64_t steps_ = 0;                     // done since the histories were as long as the prompt
 };
 
 }  // namespace

@@ -1,23 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/bench/report.h"
 
-#include <cstdarg>
-#include <cstdio>
 #include <nlohmann/json.hpp>
+
+#include "client/cli/bench/format.h"
 
 namespace attend::cli {
 namespace {
 
 using Object = nlohmann::ordered_json;
-
-[[gnu::format(printf, 1, 2)]] std::string Format(const char* format, ...) {
-  char text[1024];
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(text, sizeof(text), format, arguments);
-  va_end(arguments);
-  return text;
-}
 
 double Ratio(double part, double whole) { return whole > 0 ? part / whole : 0; }
 double Ratio(int64_t part, int64_t whole) {
@@ -36,6 +27,11 @@ Parts PartsOf(const RequestStats& stats) {
           .queue = Ratio(stats.queue_us, count) / 1e3,
           .compute = Ratio(stats.compute_us, count) / 1e3,
           .rest = Ratio(stats.round_trip_ns - server_ns, count) / 1e6};
+}
+
+double SecondsOf(const LoadReport& report, Kind kind) {
+  const double seconds = report.kind_seconds[static_cast<size_t>(kind)];
+  return seconds > 0 ? seconds : report.seconds;
 }
 
 // The kind whose requests are one call of Attend each.
@@ -58,8 +54,12 @@ double CpuUsPerCall(const LoadReport& report) {
   return 1e6 * Ratio(report.cpu_seconds, static_cast<double>(report.stats.calls));
 }
 
+bool IsOpenLoop(const BenchFlags& flags) { return flags.rate > 0 || flags.fairness; }
+
 const char* ModeOf(const BenchFlags& flags) {
   if (flags.decode_loop) return "decode_loop";
+  if (flags.fairness) return "fairness";
+  if (flags.idle) return "idle";
   if (flags.sessions > 0) return "sessions";
   return flags.rate > 0 ? "open" : "closed";
 }
@@ -77,6 +77,11 @@ std::string LoadText(const Bench& bench) {
     return Format("decode loop: %ld sessions in %ld micro-batches, prompt %ld tokens",
                   flags.sessions, bench.workers, flags.prompt);
   }
+  if (flags.fairness) {
+    return Format("fairness: %ld sessions of %s append %g rows/s, prefills of %ld tokens",
+                  flags.sessions, tokens.c_str(), flags.rate, flags.prompt);
+  }
+  if (flags.idle) return "after silences: 1 client, " + tokens;
   if (flags.sessions > 0) {
     return Format("%ld clients, %ld sessions: prompt of %s, %ld steps", bench.workers,
                   flags.sessions, tokens.c_str(), flags.steps);
@@ -93,6 +98,7 @@ std::string HeaderText(const LoadReport& report) {
   const Bench& bench = report.bench;
   std::string text = LoadText(bench) + ", " + DTypeText(bench.flags.dtype) + "\nmodel " +
                      bench.model + " (" + LayersText(bench) + ") at " + bench.globals.server +
+                     (bench.flags.echo.empty() ? "" : ", echo at " + bench.flags.echo) +
                      Format("\nmeasured %.2f s after %ld warm-up %s each\n", report.seconds,
                             bench.flags.warmup, bench.flags.decode_loop ? "steps" : "requests");
   if (report.signal != 0) text += Format("ended early by signal %d\n", report.signal);
@@ -105,7 +111,7 @@ std::string HeaderText(const LoadReport& report) {
 std::string RowText(Kind kind, const RequestStats& stats, double seconds, bool open_loop) {
   const LatencyHistogram& latency = stats.latency;
   const Parts parts = PartsOf(stats);
-  std::string text = Format("%-10s %9ld %9.1f %9.0f", KindName(kind), latency.count(),
+  std::string text = Format("%-12s %9ld %9.1f %9.0f", KindName(kind), latency.count(),
                             Ratio(static_cast<double>(latency.count()), seconds),
                             Ratio(static_cast<double>(stats.tokens), seconds));
   for (double share : {0.5, 0.9, 0.99, 0.999}) {
@@ -117,8 +123,8 @@ std::string RowText(Kind kind, const RequestStats& stats, double seconds, bool o
 }
 
 std::string LatencyTable(const LoadReport& report) {
-  const bool open_loop = report.bench.flags.rate > 0;
-  std::string text = Format("%-10s %9s %9s %9s %8s %8s %8s %8s %8s |", "ms", "count", "per s",
+  const bool open_loop = IsOpenLoop(report.bench.flags);
+  std::string text = Format("%-12s %9s %9s %9s %8s %8s %8s %8s %8s |", "ms", "count", "per s",
                             "tokens/s", "p50", "p90", "p99", "p99.9", "max");
   if (open_loop) text += Format(" %8s", "wait");
   text += Format(" %8s %8s %8s\n", "queue", "compute", "rest");
@@ -127,7 +133,7 @@ std::string LatencyTable(const LoadReport& report) {
     const Kind kind = static_cast<Kind>(i);
     const RequestStats& stats = report.stats.of(kind);
     if (kind != main && stats.latency.count() == 0) continue;
-    text += RowText(kind, stats, report.seconds, open_loop);
+    text += RowText(kind, stats, SecondsOf(report, kind), open_loop);
   }
   return text;
 }
@@ -147,6 +153,13 @@ std::string TallyText(const char* name, const Tallies& tallies, bool with_messag
   return text;
 }
 
+std::string BreakEvenText(const LoadReport& report) {
+  const LinkMeasurement* link = report.bench.link;
+  if (link == nullptr) return "";
+  if (link->samples) return LinkText(*link->samples, report.bench.flags.gbit);
+  return Format("%-14s not measured: %.900s\n", "break-even", link->why_not.c_str());
+}
+
 std::string DecodeText(const LoadReport& report) {
   const RequestStats& step = report.stats.of(Kind::kStep);
   return Format("%-14s %.3f ms a step (p50), %.3f ms a session's token, %.1f tokens/s\n",
@@ -155,7 +168,8 @@ std::string DecodeText(const LoadReport& report) {
                 Ratio(static_cast<double>(step.tokens), report.seconds)) +
          Format("%-14s %.1f %% of the round trips are neither queue nor computation\n", "rpc share",
                 100 * RpcShare(step)) +
-         Format("%-14s %.1f %% of the measured time\n", "engine", 100 * EngineShare(report));
+         Format("%-14s %.1f %% of the measured time\n", "engine", 100 * EngineShare(report)) +
+         BreakEvenText(report);
 }
 
 std::string BatchText(const LoadReport& report) {
@@ -165,6 +179,88 @@ std::string BatchText(const LoadReport& report) {
                 tokens, Ratio(stats.batch_sequences, stats.calls),
                 100 * Ratio(tokens, static_cast<double>(report.bench.limits.batch_tokens())),
                 report.bench.limits.batch_tokens());
+}
+
+double MedianMs(const LoadReport& report, Kind kind) {
+  return Ms(report.stats.of(kind).latency.PercentileNs(0.5));
+}
+double TailMs(const LoadReport& report, Kind kind) {
+  return Ms(report.stats.of(kind).latency.PercentileNs(0.99));
+}
+
+// Processor time of a server for each of its requests; nothing where it isn't known.
+std::optional<double> CpuUsEach(std::optional<double> seconds, const RequestStats& stats) {
+  if (!seconds || stats.latency.count() == 0) return std::nullopt;
+  return 1e6 * *seconds / static_cast<double>(stats.latency.count());
+}
+
+std::string EchoText(const LoadReport& report) {
+  const double rest = PartsOf(report.stats.of(Kind::kRequest)).rest;
+  const double echo = PartsOf(report.stats.of(Kind::kEcho)).rest;
+  std::string text = Format("%-14s %.2f: %.3f ms of a request, %.3f ms of an echo (means)\n",
+                            "rest / echo", Ratio(rest, echo), rest, echo);
+  const auto server = CpuUsEach(report.server_cpu_seconds, report.stats.of(Kind::kRequest));
+  const auto floor = CpuUsEach(report.echo_cpu_seconds, report.stats.of(Kind::kEcho));
+  if (server && floor) {
+    text += Format("%-14s %.0f us for a request, %.0f us for an echo\n", "cpu servers", *server,
+                   *floor);
+  }
+  return text;
+}
+
+std::string IdleText(const LoadReport& report) {
+  return Format("%-14s %+.3f ms after a second of silence, median against median\n", "idle",
+                MedianMs(report, Kind::kIdle) - MedianMs(report, Kind::kRequest));
+}
+
+std::string FairnessText(const LoadReport& report) {
+  const double quiet = TailMs(report, Kind::kAppend);
+  const double busy = TailMs(report, Kind::kAppendBusy);
+  const double alone = MedianMs(report, Kind::kPrefill);
+  const double slowed = MedianMs(report, Kind::kPrefillBusy);
+  return Format("%-14s p99 of appends x %.2f during prefills: %.3f ms, %.3f ms without\n",
+                "fairness", Ratio(busy, quiet), busy, quiet) +
+         Format("%-14s prefill x %.2f during appends: %.1f ms, %.1f ms without (medians)\n", "",
+                Ratio(slowed, alone), slowed, alone);
+}
+
+Object EchoJson(const LoadReport& report) {
+  const double rest = PartsOf(report.stats.of(Kind::kRequest)).rest;
+  const double echo = PartsOf(report.stats.of(Kind::kEcho)).rest;
+  Object json = {{"rest_ratio", Ratio(rest, echo)}};
+  if (const auto us = CpuUsEach(report.server_cpu_seconds, report.stats.of(Kind::kRequest))) {
+    json["server_cpu_us_per_request"] = *us;
+  }
+  if (const auto us = CpuUsEach(report.echo_cpu_seconds, report.stats.of(Kind::kEcho))) {
+    json["echo_cpu_us_per_request"] = *us;
+  }
+  return json;
+}
+
+Object LinkJson(const LoadReport& report) {
+  const LinkSamples& samples = *report.bench.link->samples;
+  const double gbit = report.bench.flags.gbit;
+  const LinkCosts costs = CostsOf(samples);
+  const auto tokens = [&](double wire_byte_us) {
+    const auto even = BreakEvenTokens(costs, samples.batch.bytes, wire_byte_us);
+    return even ? Object(*even) : Object();
+  };
+  return {{"call_us", costs.fixed_us},
+          {"byte_ns", 1e3 * costs.byte_us},
+          {"call_bytes", samples.batch.bytes},
+          {"compute_us", costs.base_us},
+          {"cached_token_us", costs.cached_us},
+          {"break_even_share", kBreakEvenShare},
+          {"break_even_tokens", tokens(0)},
+          {"gbit", gbit},
+          {"break_even_tokens_gbit", tokens(WireByteUs(gbit))}};
+}
+
+Object FairnessJson(const LoadReport& report) {
+  return {
+      {"append_p99_ratio", Ratio(TailMs(report, Kind::kAppendBusy), TailMs(report, Kind::kAppend))},
+      {"prefill_ratio",
+       Ratio(MedianMs(report, Kind::kPrefillBusy), MedianMs(report, Kind::kPrefill))}};
 }
 
 Object TallyJson(const Tallies& tallies) {
@@ -188,6 +284,7 @@ Object KindJson(const RequestStats& stats, double seconds) {
             {"p99", Ms(latency.PercentileNs(0.99))},
             {"p99_9", Ms(latency.PercentileNs(0.999))},
             {"max", Ms(latency.max_ns())}}},
+          {"compute_p50_ms", Ms(stats.compute.PercentileNs(0.5))},
           {"mean_ms",
            {{"wait", parts.wait},
             {"queue", parts.queue},
@@ -202,6 +299,7 @@ Object LoadJson(const LoadReport& report) {
   for (const v1::Layer& layer : bench.layers) layers.push_back(layer.name());
   return {{"mode", ModeOf(flags)},
           {"server", bench.globals.server},
+          {"echo_server", flags.echo},
           {"model", bench.model},
           {"layers", layers},
           {"dtype", DTypeText(flags.dtype)},
@@ -220,6 +318,8 @@ Object LoadJson(const LoadReport& report) {
 }  // namespace
 
 Kind MainKind(const BenchFlags& flags) {
+  if (flags.fairness) return Kind::kAppend;
+  if (flags.idle) return Kind::kIdle;
   return flags.decode_loop || flags.sessions > 0 ? Kind::kStep : Kind::kRequest;
 }
 
@@ -244,10 +344,13 @@ std::string ReportText(const LoadReport& report) {
   const BenchFlags& flags = report.bench.flags;
   std::string text = HeaderText(report) + "\n" + LatencyTable(report) + "\n";
   if (flags.decode_loop) text += DecodeText(report);
+  if (!flags.echo.empty()) text += EchoText(report);
+  if (flags.idle) text += IdleText(report);
+  if (flags.fairness) text += FairnessText(report);
   text += BatchText(report);
   text += TallyText("refused", stats.refused, false) + TallyText("failed", stats.failed, true);
   if (flags.attempts > 1) text += TallyText("retried", stats.retried, false);
-  if (flags.rate > 0) {
+  if (flags.rate > 0 && !flags.fairness) {
     text += Format("%-14s %ld more than %ld ms late, %ld never sent\n", "arrivals", stats.late,
                    kLateNs / 1'000'000, stats.unsent);
   }
@@ -272,7 +375,7 @@ std::string ReportJson(const LoadReport& report) {
   for (int i = 0; i < kKinds; ++i) {
     const Kind kind = static_cast<Kind>(i);
     if (kind != MainKind(report.bench.flags) && stats.of(kind).latency.count() == 0) continue;
-    kinds[KindName(kind)] = KindJson(stats.of(kind), report.seconds);
+    kinds[KindName(kind)] = KindJson(stats.of(kind), SecondsOf(report, kind));
   }
   if (report.bench.flags.decode_loop) {
     const RequestStats& step = stats.of(Kind::kStep);
@@ -281,7 +384,14 @@ std::string ReportJson(const LoadReport& report) {
         {"session_token_ms", Ratio(report.seconds * 1e3, static_cast<double>(step.tokens))},
         {"rpc_share", RpcShare(step)},
         {"engine_share", EngineShare(report)}};
+    const LinkMeasurement* link = report.bench.link;
+    if (link != nullptr && link->samples) json["decode"]["link"] = LinkJson(report);
   }
+  if (!report.bench.flags.echo.empty()) json["echo"] = EchoJson(report);
+  if (report.bench.flags.idle) {
+    json["idle"] = {{"extra_ms", MedianMs(report, Kind::kIdle) - MedianMs(report, Kind::kRequest)}};
+  }
+  if (report.bench.flags.fairness) json["fairness"] = FairnessJson(report);
   const RequestStats& calls = CallStats(report);
   const double batch_tokens = Ratio(calls.batch_tokens, calls.calls);
   const auto limit = static_cast<double>(report.bench.limits.batch_tokens());

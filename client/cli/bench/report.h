@@ -4,6 +4,8 @@
 // text from numbers.
 #pragma once
 
+#include <array>
+#include <optional>
 #include <string>
 
 #include "client/cli/bench/context.h"
@@ -18,6 +20,12 @@ struct LoadReport {
   double cpu_seconds = 0;  // of this process meanwhile
   int signal = 0;          // that ended it early, 0 = none
   bool gave_up = false;    // nothing but failures for --timeout
+  // How long requests of each kind could be sent; 0 = `seconds`.
+  std::array<double, kKinds> kind_seconds{};
+  // Of the servers' processes meanwhile, where they run on this host.
+  std::optional<double> server_cpu_seconds = std::nullopt;
+  std::optional<double> echo_cpu_seconds = std::nullopt;
+  double echo_client_cpu_seconds = 0;  // of this process in the echo's turns
 };
 
 // The kind whose latency and rate stand for the load.

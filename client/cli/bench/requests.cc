@@ -2,7 +2,8 @@
 //
 // Stateless requests, in a closed loop (each worker sends the next one after its answer) or in an
 // open loop (requests arrive by a schedule that knows nothing of answers; a worker that is free
-// takes the next). Uses one message per worker again and again.
+// takes the next). With an echo server both get the same requests, in turns. Uses one message per
+// worker again and again.
 #include <algorithm>
 
 #include "client/cli/bench/worker.h"
@@ -20,25 +21,36 @@ class RequestWorker final : public LoadWorker {
     request_.set_layer(bench_.layers.front().name());
     request_.mutable_hidden_states()->set_dtype(bench_.flags.dtype);
     WarmUp();
+    if (bench_.slices == nullptr) return {};
+    Globals globals = bench_.globals;
+    globals.server = bench_.flags.echo;
+    auto echo = Connect(globals, {.max_attempts = bench_.flags.attempts});
+    if (!echo.ok()) return echo.error();
+    echo_ = *std::move(echo);
+    for (int64_t i = 0; i < bench_.flags.warmup && !bench_.control->stopped(); ++i) {
+      Fill();
+      if (const auto echoed = echo_->Attend(request_); !echoed.ok()) return echoed.error();
+    }
     return {};
   }
 
   void Measure() override {
     if (bench_.arrivals == nullptr) return LoadWorker::Measure();
-    while (const auto due = NextArrival()) {
+    while (const auto arrival = NextArrival()) {
       const Clock::time_point free = Clock::now();
       const int64_t rows = Fill();
       const Clock::time_point filled = Clock::now();
-      if (!bench_.control->SleepUntil(*due)) return;
+      if (!bench_.control->SleepUntil(arrival->due)) return;
       const Clock::time_point now = Clock::now();
       if (bench_.control->IsAfterEnd(now)) {
+        Leave();
         Count([](LoadStats& stats) { ++stats.unsent; });
         continue;
       }
       // Filling the message is no wait for a client, and nor is it when it ended after `due`.
-      const Clock::time_point sent = *due > filled ? now : std::max(free, *due);
-      const bool late = std::chrono::nanoseconds(sent - *due).count() > kLateNs;
-      (void)Send(*due, sent, rows);
+      const Clock::time_point sent = arrival->due > filled ? now : std::max(free, arrival->due);
+      const bool late = std::chrono::nanoseconds(sent - arrival->due).count() > kLateNs;
+      (void)Send({.side = arrival->side, .due = arrival->due}, sent, rows);
       Count([&](LoadStats& stats) {
         ++stats.turns;
         stats.late += late ? 1 : 0;
@@ -47,35 +59,54 @@ class RequestWorker final : public LoadWorker {
   }
 
   // Nothing when no more may arrive.
-  std::optional<Clock::time_point> NextArrival() {
+  std::optional<Slices::Turn> NextArrival() {
     LoadControl& control = *bench_.control;
     const bool by_number = control.budget().requests > 0;
     if (by_number ? !control.Take() : control.stopped()) return std::nullopt;
-    const std::chrono::duration<double> after_start(bench_.arrivals->Next());
-    const auto due = control.start() + std::chrono::duration_cast<Clock::duration>(after_start);
-    return control.IsAfterEnd(due) ? std::nullopt : std::optional(due);
+    std::optional<Slices::Turn> arrival;
+    if (bench_.slices != nullptr) {
+      arrival = bench_.slices->Enter(control, bench_.arrivals);
+    } else {
+      const std::chrono::duration<double> after_start(bench_.arrivals->Next());
+      arrival = {.side = Side::kServer,
+                 .due = control.start() + std::chrono::duration_cast<Clock::duration>(after_start)};
+    }
+    if (!arrival || !control.IsAfterEnd(arrival->due)) return arrival;
+    Leave();
+    return std::nullopt;
   }
 
   std::optional<client::Error> Turn() override {
     const int64_t rows = Fill();
-    const Clock::time_point now = Clock::now();
-    return Send(now, now, rows);
+    if (bench_.slices == nullptr) {
+      const Clock::time_point now = Clock::now();
+      return Send({.side = Side::kServer, .due = now}, now, rows);
+    }
+    const auto turn = bench_.slices->Enter(*bench_.control, nullptr);
+    return turn ? Send(*turn, turn->due, rows) : std::nullopt;
   }
 
   // The message as it was filled, with `rows` rows in all; times as in Sent.
-  std::optional<client::Error> Send(Clock::time_point due, Clock::time_point sent, int64_t rows) {
-    const Sent call{.kind = Kind::kRequest,
+  std::optional<client::Error> Send(const Slices::Turn& turn, Clock::time_point sent,
+                                    int64_t rows) {
+    const bool echoed = turn.side == Side::kEcho;
+    const Sent call{.kind = echoed ? Kind::kEcho : Kind::kRequest,
                     .layer = &bench_.layers.front(),
                     .rows = rows,
-                    .due = due,
+                    .due = turn.due,
                     .sent = sent};
-    auto response = Make([&] { return client_->Attend(request_); });
-    if (!response.ok()) {
+    auto response = Make([&] { return (echoed ? *echo_ : *client_).Attend(request_); });
+    if (response.ok()) {
+      CountAnswer(call, client::TakeFromWire(response->mutable_output()), response->timing());
+    } else {
       CountError(response.error());
-      return response.error();
     }
-    CountAnswer(call, client::TakeFromWire(response->mutable_output()), response->timing());
-    return std::nullopt;
+    Leave();
+    return response.ok() ? std::nullopt : std::optional(response.error());
+  }
+
+  void Leave() {
+    if (bench_.slices != nullptr) bench_.slices->Leave();
   }
 
   // Draws new lengths; returns the rows of all sequences.
@@ -103,6 +134,7 @@ class RequestWorker final : public LoadWorker {
   }
 
   v1::AttendRequest request_;
+  std::optional<client::Client> echo_;
 };
 
 }  // namespace

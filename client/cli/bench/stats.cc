@@ -90,18 +90,22 @@ int64_t LatencyHistogram::PercentileNs(double share) const {
 }
 
 const char* KindName(Kind kind) {
-  constexpr std::array<const char*, kKinds> kNames = {"request", "prompt", "step", "layer_call"};
+  constexpr std::array<const char*, kKinds> kNames = {
+      "request", "prompt", "step",        "layer_call", "echo",
+      "idle",    "append", "append_busy", "prefill",    "prefill_busy"};
   return kNames[static_cast<size_t>(kind)];
 }
 
 void RequestStats::Merge(const RequestStats& other) {
   latency.Merge(other.latency);
+  compute.Merge(other.compute);
   tokens += other.tokens;
   calls += other.calls;
   wait_ns += other.wait_ns;
   round_trip_ns += other.round_trip_ns;
   queue_us += other.queue_us;
   compute_us += other.compute_us;
+  engine_us += other.engine_us;
   batch_tokens += other.batch_tokens;
   batch_sequences += other.batch_sequences;
 }
@@ -112,6 +116,11 @@ void AddCall(const v1::Timing& timing, int64_t tokens, int64_t round_trip_ns, Re
   stats->round_trip_ns += round_trip_ns;
   stats->queue_us += timing.queue_us();
   stats->compute_us += timing.compute_us();
+  stats->compute.Add(timing.compute_us() * 1000);
+  const auto batch_tokens = static_cast<double>(std::max(timing.batch_tokens(), tokens));
+  if (batch_tokens > 0) {
+    stats->engine_us += static_cast<double>(timing.compute_us() * tokens) / batch_tokens;
+  }
   stats->batch_tokens += timing.batch_tokens();
   stats->batch_sequences += timing.batch_sequences();
 }

@@ -38,8 +38,19 @@ class LatencyHistogram {
   int64_t max_ns_ = 0;
 };
 
-enum class Kind { kRequest, kPrompt, kStep, kLayerCall };
-inline constexpr int kKinds = 4;
+enum class Kind {
+  kRequest,
+  kPrompt,
+  kStep,
+  kLayerCall,
+  kEcho,         // the same request, sent to the echo server
+  kIdle,         // a request after a silence
+  kAppend,       // one row, while nobody prefills
+  kAppendBusy,   // one row during a long prefill
+  kPrefill,      // a long one, while nobody appends
+  kPrefillBusy,  // a long one, while others append
+};
+inline constexpr int kKinds = 10;
 const char* KindName(Kind kind);
 
 // Answered requests of one kind. A request is one call of Attend, but a step of the decode loop is
@@ -48,12 +59,14 @@ struct RequestStats {
   void Merge(const RequestStats& other);
 
   LatencyHistogram latency;   // open loop: from the scheduled arrival
+  LatencyHistogram compute;   // of each call, Timing.compute_us
   int64_t tokens = 0;         // rows of the answers
   int64_t calls = 0;          // of Attend
   int64_t wait_ns = 0;        // open loop: from the scheduled arrival until a client was free
   int64_t round_trip_ns = 0;  // from then on until answered
   int64_t queue_us = 0;       // Timing.queue_us
   int64_t compute_us = 0;     // Timing.compute_us
+  double engine_us = 0;       // of computation, where a batch is shared by its tokens
   int64_t batch_tokens = 0;   // Timing.batch_tokens
   int64_t batch_sequences = 0;
 };

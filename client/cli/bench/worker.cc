@@ -110,26 +110,38 @@ int64_t LoadWorker::DrawLength() {
   return std::uniform_int_distribution<int64_t>(range.first, range.last)(random_);
 }
 
-bool LoadWorker::CountAnswer(const Sent& sent, const client::Tensor& output,
-                             const v1::Timing& timing) {
-  const Clock::time_point now = Clock::now();
-  const std::string fault =
-      FaultOf(output, bench_.flags.dtype, sent.rows, sent.layer->output_width(), random_());
-  Count([&](LoadStats& stats) {
-    if (!fault.empty()) return stats.AddWrongAnswer(fault);
-    RequestStats& kind = stats.of(sent.kind);
-    kind.latency.Add(std::chrono::nanoseconds(now - sent.due).count());
-    kind.wait_ns += std::chrono::nanoseconds(sent.sent - sent.due).count();
-    AddCall(timing, sent.rows, std::chrono::nanoseconds(now - sent.sent).count(), &kind);
-    ++stats.replicas[timing.replica()];
-  });
+bool LoadWorker::CheckAnswer(const v1::Layer& layer, int64_t rows, const client::Tensor& output) {
+  return CheckWidth(layer.output_width(), rows, output);
+}
+
+bool LoadWorker::CheckWidth(int64_t width, int64_t rows, const client::Tensor& output) {
+  const std::string fault = FaultOf(output, bench_.flags.dtype, rows, width, random_());
   server_gone_ = false;
   if (fault.empty()) {
     bench_.control->NoteAnswer();
-  } else {
-    bench_.control->NoteFailure();
+    return true;
   }
-  return fault.empty();
+  Count([&](LoadStats& stats) { stats.AddWrongAnswer(fault); });
+  bench_.control->NoteFailure();
+  return false;
+}
+
+bool LoadWorker::CountAnswer(const Sent& sent, const client::Tensor& output,
+                             const v1::Timing& timing) {
+  const Clock::time_point now = Clock::now();
+  const bool echoed = sent.kind == Kind::kEcho;
+  const int64_t width = echoed ? sent.layer->d_model() : sent.layer->output_width();
+  if (!CheckWidth(width, sent.rows, output)) return false;
+  Count([&](LoadStats& stats) {
+    RequestStats& kind = stats.of(sent.kind);
+    kind.latency.Add(std::chrono::nanoseconds(now - sent.due).count());
+    kind.wait_ns += std::chrono::nanoseconds(sent.sent - sent.due).count();
+    const int64_t round_trip = std::chrono::nanoseconds(now - sent.sent).count();
+    // What an echo holds at the place of the server's times are lengths.
+    AddCall(echoed ? v1::Timing() : timing, sent.rows, round_trip, &kind);
+    if (!echoed) ++stats.replicas[timing.replica()];
+  });
+  return true;
 }
 
 Outcome LoadWorker::CountError(const client::Error& error, int64_t sessions) {

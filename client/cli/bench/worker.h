@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // One worker of `attend bench`: a thread with a connection of its own and at most one call in
-// flight. What is common to the kinds of load; each of them is one file: requests.cc, sessions.cc,
-// decode.cc.
+// flight. What is common to the kinds of load; each of them is one file: requests.cc, idle.cc,
+// sessions.cc, decode.cc, fairness.cc.
 #pragma once
 
 #include <memory>
@@ -64,6 +64,8 @@ class LoadWorker {
     Clock::time_point due;   // scheduled arrival; closed loop: when it was sent
     Clock::time_point sent;  // open loop: when a client was free for it
   };
+  // Counts a wrong answer as a failure: then returns false.
+  bool CheckAnswer(const v1::Layer& layer, int64_t rows, const client::Tensor& output);
   // Counts an answer, as a failure if it is wrong: then returns false.
   bool CountAnswer(const Sent& sent, const client::Tensor& output, const v1::Timing& timing);
   // Counts a call that was refused or failed; `sessions` is how many a lost session's call had.
@@ -85,6 +87,8 @@ class LoadWorker {
   std::mt19937_64 random_;
 
  private:
+  bool CheckWidth(int64_t width, int64_t rows, const client::Tensor& output);
+
   bool server_gone_ = false;
   mutable std::mutex mutex_;
   LoadStats stats_;  // guarded by mutex_
@@ -93,6 +97,9 @@ class LoadWorker {
 std::unique_ptr<LoadWorker> MakeRequestWorker(const Bench& bench, int64_t index);
 std::unique_ptr<LoadWorker> MakeSessionWorker(const Bench& bench, int64_t index);
 std::unique_ptr<LoadWorker> MakeDecodeWorker(const Bench& bench, int64_t index);
+std::unique_ptr<LoadWorker> MakeIdleWorker(const Bench& bench, int64_t index);
+// Worker 0 prefills, the others append.
+std::unique_ptr<LoadWorker> MakeFairnessWorker(const Bench& bench, int64_t index);
 
 // A session of the load's layers.
 v1::OpenSessionRequest SessionRequest(const Bench& bench);

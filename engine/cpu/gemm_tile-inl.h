@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The loops of every gemm kernel around the one step in which they differ. Included by each
+// gemm_*.cc after <immintrin.h> and its target pragma; a `Unit` says how wide a strip is, how one
+// group of inner elements is multiplied and how a sum becomes a float. Everything is in an unnamed
+// namespace: no other file may end up with code compiled for an instruction set it did not ask for.
+#include "engine/cpu/gemm_kernel.h"
+
+namespace attend {
+namespace {
+
+#define ATTEND_GEMM_INLINE [[gnu::always_inline]] static inline
+
+// 24 sums, four weights and one broadcast value take 29 of the 32 registers of AVX-512; 12, two and
+// one 15 of the 16 of AVX2.
+constexpr int kTileRows = 6;
+constexpr int64_t kLine = 64;
+
+// With a few tiles of rows memory bounds: a block then stays in the first-level cache from the
+// first tile to the last, and leaves the second level to what is fetched ahead (16 KiB blocks gave
+// 20 to 30 % at 8 to 16 rows from memory, 32 KiB half of that, and cost 2 % from cache).
+constexpr int64_t kMostFewRows = 24;
+constexpr int64_t kFewRowsBlockGroups = 64;
+
+struct Block {
+  const GemmStrip* strip;
+  const std::byte* weights;  // of the block's first group
+  const std::byte* ahead;    // what comes after the block, null = nothing
+  int64_t first_element;     // of x
+  int64_t groups;            // whole ones
+  int64_t tail;              // elements in the group after them; 0 = none
+  int ahead_lines;           // lines of `ahead` per group of this block
+  bool first, last;
+};
+
+template <class Unit>
+constexpr int64_t kGroupBytes = Unit::kVectors* Unit::kLanes * 4;
+
+template <class Unit, int kRows, int kUsed>
+ATTEND_GEMM_INLINE void WriteTile(const Block& block, int64_t row,
+                                  const typename Unit::Sum (&sum)[kRows][kUsed]) {
+  const GemmStrip& strip = *block.strip;
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+    const OutputRow& y = strip.y[row + r];
+    auto* to = static_cast<std::byte*>(y.data) + strip.y_column * DTypeBytes(y.dtype);
+#pragma GCC unroll 4
+    for (int v = 0; v < kUsed; ++v) {
+      const int64_t column = v * Unit::kLanes;
+      const auto value = Unit::Finish(strip, row + r, column, sum[r][v]);
+      const int64_t left = strip.columns - column;
+      if (left >= Unit::kLanes) {
+        Unit::Store(y.dtype, value, to + column * DTypeBytes(y.dtype));
+      } else if (left > 0) {
+        float end[Unit::kLanes];
+        Unit::Store(DType::kF32, value, end);
+        for (int64_t c = 0; c < left; ++c) StoreFloat(y.dtype, end[c], to, column + c);
+      }
+    }
+  }
+}
+
+// kRows rows times the first kUsed vectors of one block, into the sums or, at the last block, to y.
+// Meanwhile kLines lines per group are fetched from `ahead` into the second-level cache: at few
+// rows memory would else wait while a later tile of the same block is computed.
+template <class Unit, int kRows, int kUsed, int kLines>
+[[gnu::noinline]] void Tile(const Block& block, int64_t row, const std::byte* ahead) {
+  using Value = typename Unit::Value;
+  constexpr int64_t kColumns = Unit::kVectors * Unit::kLanes;
+  const GemmStrip& strip = *block.strip;
+  typename Unit::Sum sum[kRows][kUsed];
+  float* sums = strip.sums + row * kColumns;
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kUsed; ++v) {
+      sum[r][v] =
+          block.first ? Unit::Zero() : Unit::LoadSum(sums + r * kColumns + v * Unit::kLanes);
+    }
+  }
+  const Value* x[kRows];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+    x[r] = static_cast<const Value*>(strip.x[row + r]) + block.first_element;
+  }
+  const std::byte* weights = block.weights;
+  for (int64_t g = 0; g < block.groups; ++g) {
+#pragma GCC unroll 4
+    for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + kLine * line, _MM_HINT_T1);
+    if constexpr (kLines > 0) ahead += kLine * kLines;
+    Unit::template Step<kRows, kUsed>(weights, x, g * Unit::kGroup, sum);
+    weights += kGroupBytes<Unit>;
+  }
+  if (block.tail > 0) {  // a row may end where memory ends
+    Value last[kRows][Unit::kGroup] = {};
+    const Value* from[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      for (int64_t i = 0; i < block.tail; ++i) last[r][i] = x[r][block.groups * Unit::kGroup + i];
+      from[r] = last[r];
+    }
+    Unit::template Step<kRows, kUsed>(weights, from, 0, sum);
+  }
+  if (block.last) return WriteTile<Unit, kRows, kUsed>(block, row, sum);
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kUsed; ++v) {
+      Unit::StoreSum(sum[r][v], sums + r * kColumns + v * Unit::kLanes);
+    }
+  }
+}
+
+template <class Unit, int kUsed, int kLines, int kRows = kTileRows>
+ATTEND_GEMM_INLINE void TileOf(int64_t rows, const Block& block, int64_t row,
+                               const std::byte* ahead) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) return Tile<Unit, kRows, kUsed, kLines>(block, row, ahead);
+    TileOf<Unit, kUsed, kLines, kRows - 1>(rows, block, row, ahead);
+  }
+}
+
+// A matrix's last strip may have fewer vectors than others.
+template <class Unit, int kUsed = Unit::kVectors - 1>
+ATTEND_GEMM_INLINE void NarrowTileOf(int64_t vectors, int64_t rows, const Block& block,
+                                     int64_t row) {
+  if constexpr (kUsed > 0) {
+    if (vectors == kUsed) return TileOf<Unit, kUsed, 0>(rows, block, row, nullptr);
+    NarrowTileOf<Unit, kUsed - 1>(vectors, rows, block, row);
+  }
+}
+
+// All rows times one block. Rows are dealt evenly to tiles (8 as 4 + 4, not 6 + 2, whose second
+// tile would wait for its own sums), and what is fetched ahead to the first tiles.
+template <class Unit>
+void RunBlock(const Block& block) {
+  constexpr int kAll = Unit::kVectors;
+  const int64_t rows = block.strip->rows;
+  const int64_t vectors = (block.strip->columns + Unit::kLanes - 1) / Unit::kLanes;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int lines_per_tile = static_cast<int>((block.ahead_lines + tiles - 1) / tiles);
+  int lines = block.ahead == nullptr ? 0 : block.ahead_lines;
+  const std::byte* ahead = block.ahead;
+  int64_t row = 0;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t count = (rows - row + tiles - tile - 1) / (tiles - tile);
+    if (vectors < kAll) {
+      NarrowTileOf<Unit>(vectors, count, block, row);
+    } else if (lines == 0) {
+      TileOf<Unit, kAll, 0>(count, block, row, nullptr);
+    } else {
+      if (lines_per_tile == 1) TileOf<Unit, kAll, 1>(count, block, row, ahead);
+      if (lines_per_tile == 2) TileOf<Unit, kAll, 2>(count, block, row, ahead);
+      if (lines_per_tile == 4) TileOf<Unit, kAll, 4>(count, block, row, ahead);
+      lines -= lines_per_tile;
+      ahead += lines_per_tile * block.groups * kLine;
+    }
+    row += count;
+  }
+}
+
+// Block after block of a strip as the Unit packs it: run(block).
+template <class Unit, class Run>
+ATTEND_GEMM_INLINE void ForBlocks(const GemmStrip& strip, const Run& run) {
+  const int64_t whole = strip.inner / Unit::kGroup;
+  const int64_t groups = (strip.inner + Unit::kGroup - 1) / Unit::kGroup;
+  const bool few = strip.rows > kTileRows && strip.rows <= kMostFewRows;
+  const int64_t most = few ? kFewRowsBlockGroups : kGemmBlockGroups;
+  for (int64_t begin = 0; begin < groups; begin += most) {
+    const int64_t end = begin + most < groups ? begin + most : groups;
+    const Block block{
+        .strip = &strip,
+        .weights = strip.weights + begin * kGroupBytes<Unit>,
+        .ahead = end < groups ? strip.weights + end * kGroupBytes<Unit> : strip.next,
+        .first_element = begin * Unit::kGroup,
+        .groups = (end < whole ? end : whole) - begin,
+        .tail = end > whole ? strip.inner % Unit::kGroup : 0,
+        .ahead_lines = static_cast<int>(kGroupBytes<Unit> / kLine),
+        .first = begin == 0,
+        .last = end == groups,
+    };
+    run(block);
+  }
+}
+
+template <class Unit>
+void RunStrip(const GemmStrip& strip) {
+  ForBlocks<Unit>(strip, [](const Block& block) { RunBlock<Unit>(block); });
+}
+
+}  // namespace
+}  // namespace attend
