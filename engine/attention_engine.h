@@ -56,6 +56,7 @@ struct EngineInfo {
 struct LayerInfo {
   int index = -1;                     // what BatchPlan.layer names
   DType compute_dtype = DType::kF32;  // type of the products' operands: F32, BF16, I8, F16 (CUDA)
+  DType attend_dtype = DType::kF32;   // type of attention's products over 16-bit or I8 keys
   int64_t packed_bytes = 0;           // memory the packed weights take
 };
 

@@ -90,6 +90,11 @@ absl::Status AttentionRuntime::AddModel(const std::string& name, const Checkpoin
   }
   model.numerics_id = engine_->info().numerics_id + "-" + DTypeName(model.weight_dtype) + "-" +
                       DTypeName(model.compute_dtype) + "-kv" + DTypeName(model.kv_dtype);
+  // Else it follows from the others.
+  if (model.compute_dtype == DType::kI8) {
+    model.numerics_id +=
+        std::string("-attend") + DTypeName(model.layers.front().engine.attend_dtype);
+  }
   models_.push_back(std::move(model));
   return absl::OkStatus();
 }
@@ -184,7 +189,7 @@ void AttentionRuntime::Gather(AttendBatch& batch) {
 
 // Dead work is never launched: preparing the batch may have taken a job's last milliseconds.
 void AttentionRuntime::DropDead(AttendBatch& batch) {
-  std::erase_if(batch.members, [&](size_t i) {
+  const size_t dropped = std::erase_if(batch.members, [&](size_t i) {
     absl::Status dead = WhyDead(*batch.jobs[i]);
     if (dead.ok()) return false;
     std::erase_if(batch.items,
@@ -193,6 +198,12 @@ void AttentionRuntime::DropDead(AttendBatch& batch) {
     End(batch, i, std::move(dead));
     return true;
   });
+  if (dropped == 0 || batch.members.empty()) return;
+  const ResolvedJob& first = batch.resolved[batch.members.front()];
+  batch.work = {};
+  for (const AttendItem& item : batch.items) {
+    batch.work.Add(WorkOf(*first.spec, first.kv_dtype, item));
+  }
 }
 
 void AttentionRuntime::Launch(AttendBatch& batch) {
@@ -244,6 +255,7 @@ absl::Status AttentionRuntime::Await(AttendBatch& batch) {
     return EngineFault("engine fault: " + std::string(cache_.engine_status().message()));
   }
   if (!batch.launched()) return absl::OkStatus();
+  if (batch.any_time) recent_.few_rows_batch_us = double(took(batch.launched_us));
   batch.time->Observe(batch.work, double(std::max<int64_t>(1, took(batch.launched_us))), stages);
   engine_free_us_ = now;
   return absl::OkStatus();

@@ -15,7 +15,7 @@ constexpr int64_t kRecentUs = 500000;
 constexpr double kGain = 0.3;
 // A single batch never tells more than this factor.
 constexpr double kMostDeviation = 4;
-// Rows of a query tile; blocks are whole tiles.
+// Whole tiles of CUDA, and of few strips of the CPU; blocks are whole tiles of it.
 constexpr int64_t kTileRows = 16;
 
 }  // namespace
@@ -122,7 +122,9 @@ int64_t BatchBudgetUs(int64_t chunk_us, double whole_us, int64_t now_us, const R
   const int64_t alone_us = std::max(chunk_us, kAloneUs);
   const bool expected =
       lately(recent.append_us) || (whole_us > double(alone_us) && lately(recent.short_us));
-  return expected ? chunk_us : alone_us;
+  if (!expected) return alone_us;
+  const double share_us = std::min(double(alone_us), recent.few_rows_batch_us / 2);
+  return std::max(chunk_us, static_cast<int64_t>(share_us));
 }
 
 int64_t MostRows(int64_t most, const std::function<bool(int64_t)>& fits) {

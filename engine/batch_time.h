@@ -62,9 +62,11 @@ class BatchTime {
 struct RecentWork {
   std::optional<int64_t> append_us = {};  // few rows appended to sessions
   std::optional<int64_t> short_us = {};   // anything else that takes no longer than a chunk
+  double few_rows_batch_us = 0;           // what the last batch of few rows took
 };
 
-// Time that a batch may take: `chunk_us` as long as somebody else is likely to come during it, else
+// Time that a batch may take: `chunk_us` as long as somebody else is likely to come during it, or
+// half of what their own batches take, so that long work always has a third of the engine; else
 // enough for work to run at full speed. Whoever decodes comes again in a moment; requests that take
 // less than a chunk count when the work that they would wait for is truly long.
 int64_t BatchBudgetUs(int64_t chunk_us, double whole_us, int64_t now_us, const RecentWork& recent);

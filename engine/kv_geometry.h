@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // How one layer's keys and values are stored in a cache block. Blocks hold kBlockTokens tokens of
-// one history; within a layer's part of a block, all key heads come first, then all value heads.
-// The layout inside a head is the engine's own business; only the number of bytes is agreed here.
+// one history. The layout of a layer's part of a block is the engine's own business; only the
+// number of bytes is agreed here.
 #pragma once
 
 #include <cstdint>

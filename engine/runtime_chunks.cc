@@ -97,8 +97,10 @@ BatchWork AttentionRuntime::WorkLeft(const AttendJob& job, const ResolvedJob& re
     int64_t before = sequence.cached_before;
     if (!job.started && session != nullptr) {
       const auto place = static_cast<size_t>(resolved.places[s]);
-      before = spec.cross ? session->history.context[place].length
-                          : sequence.position.value_or(session->history.length[place]);
+      before = spec.cross ? session->history.context[place].length : session->history.length[place];
+      if (!spec.cross && sequence.position.has_value()) {
+        before = std::min(before, *sequence.position);  // more is refused
+      }
     }
     AttendItem item;
     item.rows = sequence.rows - sequence.rows_done;
@@ -121,24 +123,23 @@ bool AttentionRuntime::NeedsChunks(AttendJob& job) {
 }
 
 // The batch's room before its first job, of which `left` is left, is in it. The pass over the
-// weights takes a part of its time.
+// weights that its next rows need takes a part of its time.
 BatchShare AttentionRuntime::WholeBatch(const AttendJob& job, const ResolvedJob& resolved,
                                         const BatchTime& time, const BatchWork& left) const {
   const int64_t bytes = options_.engine.workspace_bytes;
   const auto next = std::find_if(
       job.sequences.begin(), job.sequences.end(),
       [](const SequenceJob& sequence) { return sequence.phase != SequenceJob::Phase::kDone; });
-  double row_us = 0;
+  BatchWork row;
   if (next != job.sequences.end()) {
     const auto index = static_cast<size_t>(next - job.sequences.begin());
-    const AttendItem row = NextItem(job, index, resolved, 1);
-    row_us = time.PredictUs(WorkOf(*resolved.spec, resolved.kv_dtype, row));
+    row = WorkOf(*resolved.spec, resolved.kv_dtype, NextItem(job, index, resolved, 1));
   }
   const double budget_us =
       std::max(double(BatchBudgetUs(options_.chunk_us, time.PredictUs(left), now_us_(), recent_)),
-               kLeastRowsTime * row_us);
+               kLeastRowsTime * time.PredictUs(row));
   return {options_.batch_tokens, bytes > 0 ? bytes : kNoLimit,
-          std::max(0.0, budget_us - time.PredictUs({.weights = left.weights}))};
+          std::max(0.0, budget_us - time.PredictUs({.weights = row.weights}))};
 }
 
 BatchShare AttentionRuntime::ShareOf(const AttendItem& item, const ResolvedJob& resolved,

@@ -101,6 +101,8 @@ void BatchQueue::BackToTail(TaskId id) {
   task.turn = ++last_turn_;
   task.place = waiting_.insert(waiting_.end(), id);
   ChunkEnded(id);
+  // It may have become long by running: what it ran was a chunk all the same.
+  if (task.is_long) before_chunk_ = last_turn_;
 }
 
 void BatchQueue::BackToHead(TaskId id) {

@@ -47,8 +47,9 @@ class BatchQueue {
   // until their tokens reach the budget; the first one always.
   std::vector<TaskId> Next(int64_t token_budget);
 
-  // A waiting task lets all others go first, but for later ones of its sessions. It takes no turn
-  // for that: no chunk goes first that it would not wait for anyway.
+  // A waiting task lets all others go first that the next chunk would wait for, too, but for later
+  // ones of its sessions. It takes no turn for that: no chunk goes first that it would not wait for
+  // anyway.
   void Postpone(TaskId id);
   // A running task goes back: to the tail, after others had their turn, or to where it was.
   void BackToTail(TaskId id);

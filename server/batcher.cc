@@ -148,14 +148,15 @@ void Batcher::EndTask(TaskId id, absl::Status status) {
   if (task.job != nullptr || !status.ok()) task.done(std::move(status));
 }
 
-int64_t Batcher::PredictUs(int64_t tokens) const {
-  const bool known = full_tokens_per_ms_ > 0 && runtime_.info().enough_rows > 0;
-  return known ? int64_t(1000.0 * double(tokens) / full_tokens_per_ms_) : 0;
+int64_t Batcher::PredictUs(uint64_t kind, int64_t tokens) const {
+  const auto rate = full_tokens_per_ms_.find(kind);
+  const bool known = rate != full_tokens_per_ms_.end() && runtime_.info().enough_rows > 0;
+  return known ? int64_t(1000.0 * double(tokens) / rate->second) : 0;
 }
 
 // Ends waiting jobs that were cancelled or whose deadline passed: dead work is never launched.
 // Those that would be answered too late go last: an engine that has nothing better to do tries
-// them.
+// them. Never one that has begun: it holds memory, which others may wait for.
 void Batcher::EndExpired() {
   const int64_t now = now_us_();
   std::vector<std::pair<TaskId, std::shared_ptr<AttendJob>>> dead;
@@ -169,8 +170,8 @@ void Batcher::EndExpired() {
       if (job == nullptr) continue;
       if (job->cancelled.load() || now > job->deadline_us) {
         dead.emplace_back(id, job);
-      } else if (!job->started &&
-                 now + PredictUs(std::max(beside, job->tokens())) > job->deadline_us) {
+      } else if (!job->started && now + PredictUs(KindOf(*job), std::max(beside, job->tokens())) >
+                                      job->deadline_us) {
         late.push_back(id);
       }
     }
@@ -251,8 +252,9 @@ void Batcher::Finish(Running running) {
     tokens_per_ms_ = tokens_per_ms_ <= 0 ? rate : 0.8 * tokens_per_ms_ + 0.2 * rate;
     // Decode steps have far fewer tokens in a millisecond: they foretell nothing of other work.
     if (2 * outcome.tokens >= runtime_.info().enough_rows) {
-      full_tokens_per_ms_ =
-          full_tokens_per_ms_ <= 0 ? rate : 0.8 * full_tokens_per_ms_ + 0.2 * rate;
+      const uint64_t kind = KindOf(*Find(running.ids.front())->job);
+      const auto [known, first] = full_tokens_per_ms_.emplace(kind, rate);
+      if (!first) known->second = 0.8 * known->second + 0.2 * rate;
     }
   }
   observer_(outcome);

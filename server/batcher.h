@@ -97,7 +97,7 @@ class Batcher {
   void RunControl(TaskId id);
   void EndTask(TaskId id, absl::Status status);
   void EndExpired();
-  int64_t PredictUs(int64_t tokens) const;  // engine thread; 0 = unknown
+  int64_t PredictUs(uint64_t kind, int64_t tokens) const;  // engine thread; 0 = unknown
   void Publish();
   void FindLong();
   Task* Find(TaskId id);
@@ -125,7 +125,8 @@ class Batcher {
   std::deque<Running> in_flight_;     // engine thread; oldest first
   int64_t published_us_ = 0;          // engine thread
   double tokens_per_ms_ = 0;          // engine thread
-  double full_tokens_per_ms_ = 0;     // engine thread; of batches of many rows
+  std::unordered_map<uint64_t, double> full_tokens_per_ms_;  // engine thread; kind -> of batches
+                                                             // of many rows
   std::atomic<bool> engine_failed_{false};
   std::thread thread_;
 };

@@ -7,6 +7,8 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -27,8 +29,9 @@ sigset_t StopSignals() {
 // gRPC receives into small blocks, which would go back to the system after every request and cost a
 // page fault for each page of the next one. Kept: what the largest messages took; blocks above the
 // threshold are mapped, as by default.
-void KeepFreedMemory() {
-  mallopt(M_TRIM_THRESHOLD, 512 << 20);
+void KeepFreedMemory(int64_t machine_bytes) {
+  constexpr int64_t kMost = 512 << 20;
+  mallopt(M_TRIM_THRESHOLD, static_cast<int>(std::min(kMost, machine_bytes / 16)));
   mallopt(M_TOP_PAD, 4 << 20);
   mallopt(M_MMAP_THRESHOLD, 4 << 20);
 }
@@ -68,7 +71,7 @@ int main(int argc, char** argv) {
   const sigset_t signals = StopSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
-  KeepFreedMemory();
+  KeepFreedMemory(machine.memory_bytes);
   attend::Logger logger(options->log_format);
   auto server = std::make_unique<attend::Server>(*options, machine, logger);
   std::thread([&, signals] {

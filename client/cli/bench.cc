@@ -217,6 +217,9 @@ void AddScenarioFlags(CLI::App* bench, BenchFlags& flags, CLI::Option* layer,
               "Also send every request to this attend-echo server, in turns of half a second "
               "at most")
           ->type_name("ADDRESS")
+          ->check([](const std::string& address) {
+            return address.empty() ? "got \"\", wanted an address" : "";
+          })
           ->excludes(decode)
           ->excludes(fairness)
           ->excludes(idle)

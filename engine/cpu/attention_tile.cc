@@ -71,28 +71,29 @@ HWY_INLINE void LookAt(const TileRun& run, const BlockView& block, Strip& strip,
   for (int r = 0; r < count; ++r) {
     strip.hides |= strip.seen[r].begin > strip.all.begin || strip.seen[r].end < strip.all.end;
   }
-  if (run.tile.dot) strip.hides |= strip.all.begin % 2 == 1 || strip.all.end % 2 == 1;
+  if (HoldsPairs(run.units)) strip.hides |= strip.all.begin % 2 == 1 || strip.all.end % 2 == 1;
 }
 
 // Scores of the strip's rows, then their weights, with the rows' maxima and sums brought up.
-template <bool kDot>
+template <Units kUnits>
 void WeighStrip(const TileRun& run, const BlockView& block, Strip& strip, SoftmaxState state) {
   const D d;
   const int first = strip.all.begin / kLanes;
   const int last = (strip.all.end + kLanes - 1) / kLanes;
   const bool ahead = strip.row == 0;
-  ProductStrip<kDot, false>(strip.count, last - first,
-                            Factors{.a = run.q + strip.row * run.q_stride,
-                                    .a_stride = run.q_stride,
-                                    .b = block.keys + first * kLanes,
-                                    .b_stride = block.key_stride,
-                                    .steps = run.depth,
-                                    .ahead = ahead ? block.next_keys : nullptr},
-                            nullptr, strip.weights + first * kLanes, kBlockTokens);
+  ProductStrip<kUnits, false>(strip.count, last - first,
+                              Factors{.a = run.q + strip.row * run.q_stride,
+                                      .a_stride = run.q_stride,
+                                      .b = block.keys + first * kLanes,
+                                      .b_stride = block.key_stride,
+                                      .steps = run.depth,
+                                      .ahead = ahead ? block.next_keys : nullptr},
+                              nullptr, strip.weights + first * kLanes, kBlockTokens);
   StripStatistics& s = strip.statistics;
   if (strip.whole) {
     WithRows(strip.count, [&](auto rows) {
-      WeighWholeRows<kDot, decltype(rows)::value>(run, strip.row, state, strip.weights, s);
+      WeighWholeRows<kUnits == Units::kDot, decltype(rows)::value>(run, strip.row, state,
+                                                                   strip.weights, s);
     });
     return;
   }
@@ -107,19 +108,20 @@ void WeighStrip(const TileRun& run, const BlockView& block, Strip& strip, Softma
   }
   UpdateMaxima(strip.row, strip.count, RowMaxima(maxima), state, s);
   for (int r = 0; r < strip.count; ++r) {
-    ExpRow<kDot>(run, strip.row + r, s.reference[r], s.factor[r], first, last, block.value_scales,
-                 strip.weights + r * kBlockTokens);
+    ExpRow<kUnits == Units::kDot>(run, strip.row + r, s.reference[r], s.factor[r], first, last,
+                                  block.value_scales, strip.weights + r * kBlockTokens);
   }
 }
 
 // Adds the weighted values to the strip's output.
-template <bool kDot>
+template <Units kUnits>
 void AddValues(const TileRun& run, BlockView& block, const Strip& strip, SoftmaxState state) {
-  constexpr int kTokens = kDot ? 2 : 1;  // of a unit
+  constexpr int kTokens = HoldsPairs(kUnits) ? 2 : 1;        // of a unit of values
+  constexpr int kWeights = kUnits == Units::kSplit ? 2 : 1;  // that go with it
   const int first = strip.all.begin / kTokens;
   const int last = (strip.all.end + kTokens - 1) / kTokens;
   const int vectors = static_cast<int>((run.width + kLanes - 1) / kLanes);
-  Factors factors{.a = strip.weights + first,
+  Factors factors{.a = strip.weights + first * kWeights,
                   .a_stride = kBlockTokens,
                   .b = block.values + first * block.value_stride,
                   .b_stride = block.value_stride,
@@ -130,24 +132,24 @@ void AddValues(const TileRun& run, BlockView& block, const Strip& strip, Softmax
     if (strip.row == 0 && block.next_values != nullptr) {
       factors.ahead = block.next_values + first * block.value_stride;
     }
-    ProductStrip<kDot, true>(strip.count, vectors, factors, strip.statistics.factor, o,
-                             run.o_stride);
+    ProductStrip<kUnits, true>(strip.count, vectors, factors, strip.statistics.factor, o,
+                               run.o_stride);
     return;
   }
   for (int r = 0; r < strip.count; ++r) {
     const float* values = ValuesSeenBy(run, block, strip.row + r, strip.seen[r]);
-    factors.a = strip.weights + r * kBlockTokens + first;
+    factors.a = strip.weights + r * kBlockTokens + first * kWeights;
     factors.b = values + first * run.o_stride;
     factors.b_stride = run.o_stride;
-    ProductStrip<kDot, true>(1, vectors, factors, strip.statistics.factor + r, o + r * run.o_stride,
-                             run.o_stride);
+    ProductStrip<kUnits, true>(1, vectors, factors, strip.statistics.factor + r,
+                               o + r * run.o_stride, run.o_stride);
   }
 }
 
 // All rows against one block, in strips of nearly equal height. The values of a strip are added
 // after the next strip's scores were weighed: the processor then overlaps the exponentials, which
 // wait for one another, with products that do not depend on them.
-template <bool kDot>
+template <Units kUnits>
 void AttendBlock(const TileRun& run, int64_t index, SoftmaxState state) {
   BlockView block = ReadBlock(run, index, true);
   const int64_t strips = (run.rows + kStripRows - 1) / kStripRows;
@@ -158,10 +160,10 @@ void AttendBlock(const TileRun& run, int64_t index, SoftmaxState state) {
       strip.row = run.rows * i / strips;
       strip.weights = run.scores + i % 2 * kStripRows * kBlockTokens;
       LookAt(run, block, strip, static_cast<int>(run.rows * (i + 1) / strips - strip.row));
-      if (strip.count > 0) WeighStrip<kDot>(run, block, strip, state);
+      if (strip.count > 0) WeighStrip<kUnits>(run, block, strip, state);
     }
     if (i > 0 && buffers[(i - 1) % 2].count > 0) {
-      AddValues<kDot>(run, block, buffers[(i - 1) % 2], state);
+      AddValues<kUnits>(run, block, buffers[(i - 1) % 2], state);
     }
   }
 }
@@ -174,13 +176,8 @@ void AttendSegmentInto(const TileRun& run, int64_t segment, SoftmaxState state) 
   const int64_t begin = std::max(segment * kSegmentKeys, keys.begin);
   const int64_t end = std::min((segment + 1) * kSegmentKeys, keys.end);
   for (int64_t block = begin / kBlockTokens; block * kBlockTokens < end; ++block) {
-    if constexpr (kHasDot) {
-      if (run.tile.dot) {
-        AttendBlock<true>(run, block, state);
-        continue;
-      }
-    }
-    AttendBlock<false>(run, block, state);
+    WithUnits(run.units,
+              [&](auto units) { AttendBlock<decltype(units)::value>(run, block, state); });
   }
   for (int64_t r = 0; r < run.rows; ++r) {
     state.sum[r] = hn::GetLane(hn::SumOfLanes(D(), hn::LoadU(D(), run.lane_sums + r * kLanes)));
@@ -278,14 +275,10 @@ void WriteWeights(const TileRun& run, SoftmaxState state) {
                             .steps = run.depth,
                             .ahead = nullptr};
       float* scores = run.scores + first * kLanes;
-      if constexpr (kHasDot) {
-        if (run.tile.dot) {
-          ProductStrip<true, false>(1, last - first, factors, nullptr, scores, kBlockTokens);
-        }
-      }
-      if (!run.tile.dot) {
-        ProductStrip<false, false>(1, last - first, factors, nullptr, scores, kBlockTokens);
-      }
+      WithUnits(run.units, [&](auto units) {
+        ProductStrip<decltype(units)::value, false>(1, last - first, factors, nullptr, scores,
+                                                    kBlockTokens);
+      });
       FinishScores(run, row, seen, block.first_key, first, last, block.key_scales, run.scores);
       StoreWeights(run, row, seen, block.first_key, run.scores, state);
     }

@@ -157,6 +157,7 @@ absl::StatusOr<LayerInfo> CpuEngine::AddLayer(const AttentionSpec& spec,
                                                         : DType::kF32;
   const LayerInfo info{.index = static_cast<int>(layers_.size()),
                        .compute_dtype = layer.compute,
+                       .attend_dtype = layer.attention_compute,
                        .packed_bytes = layer.q->packed_bytes() + layer.k->packed_bytes() +
                                        layer.v->packed_bytes() + layer.o->packed_bytes()};
   layers_.push_back(std::move(layer));

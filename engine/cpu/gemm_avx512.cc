@@ -2,7 +2,7 @@
 //
 // Gemm kernels for AVX-512 F, BW, DQ, VL that compute in float32: F32 weights, and BF16 weights
 // that stay BF16 in memory. Widening is exact, so it does not matter where it happens: in registers
-// for few rows, once per block into scratch for many.
+// for few rows, once per block, by its first tile, for many.
 #include <immintrin.h>
 
 #include "engine/cpu/gemm_kernel.h"
@@ -17,8 +17,9 @@
 namespace attend {
 namespace {
 
-// Widening a block costs as much as half a tile; doing it in registers costs a sixth of every tile
-// where the shift shares a port with the multiplications.
+// Above it the first tile of a block leaves its widened weights to the others (a pass of its own
+// for it took half a tile's time). In registers it costs each tile a sixth where the shift shares a
+// port with the multiplications.
 constexpr int64_t kMaxRowsWidenedInRegisters = 24;
 
 struct F32Unit : FloatSums512 {
@@ -49,16 +50,19 @@ ATTEND_GEMM_INLINE __m512 WidenOdd(__m512i pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, high));
 }
 
-struct BF16Unit : FloatSums512 {
+template <bool kStore>
+struct PairsUnit : FloatSums512 {
   using Value = float;
   static constexpr int kGroup = 2;
 
   template <int kRows, int kUsed>
   ATTEND_GEMM_INLINE void Step(const std::byte* weights, const float* const* x, int64_t i,
-                               __m512 (&sum)[kRows][kUsed]) {
+                               __m512 (&sum)[kRows][kUsed],
+                               [[maybe_unused]] float* wide = nullptr) {
     __m512 w[kUsed];
 #pragma GCC unroll 4
     for (int v = 0; v < kUsed; ++v) w[v] = WidenEven(_mm512_loadu_si512(weights + kLine * v));
+    if constexpr (kStore) StoreWide(w, wide);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       const __m512 value = _mm512_set1_ps(x[r][i]);
@@ -69,6 +73,7 @@ struct BF16Unit : FloatSums512 {
     asm("" : "+r"(weights));
 #pragma GCC unroll 4
     for (int v = 0; v < kUsed; ++v) w[v] = WidenOdd(_mm512_loadu_si512(weights + kLine * v));
+    if constexpr (kStore) StoreWide(w, wide + kVectors * kLanes);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       const __m512 value = _mm512_set1_ps(x[r][i + 1]);
@@ -76,29 +81,33 @@ struct BF16Unit : FloatSums512 {
       for (int v = 0; v < kUsed; ++v) sum[r][v] = _mm512_fmadd_ps(value, w[v], sum[r][v]);
     }
   }
-};
 
-// Packed pairs of `groups` groups to [2 * groups][64] floats.
-void Widen(const std::byte* pairs, int64_t groups, float* wide) {
-  for (int64_t g = 0; g < groups; ++g) {
+  template <int kUsed>
+  ATTEND_GEMM_INLINE void StoreWide(const __m512 (&w)[kUsed], float* to) {
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      const __m512i both = _mm512_loadu_si512(pairs + g * kGroupBytes<BF16Unit> + kLine * v);
-      _mm512_storeu_ps(wide + g * 128 + 16 * v, WidenEven(both));
-      _mm512_storeu_ps(wide + g * 128 + 64 + 16 * v, WidenOdd(both));
-    }
+    for (int v = 0; v < kUsed; ++v) _mm512_storeu_ps(to + kLanes * v, w[v]);
   }
-}
+};
+using BF16Unit = PairsUnit<false>;
+// Leaves the widened weights in scratch, for the tiles after it.
+struct WideningUnit : PairsUnit<true> {
+  static constexpr bool kWidens = true;
+};
 
 void RunBF16(const GemmStrip& strip) {
   if (strip.rows <= kMaxRowsWidenedInRegisters) return RunStrip<BF16Unit>(strip);
   ForBlocks<BF16Unit>(strip, [&](Block block) {
-    Widen(block.weights, block.groups + (block.tail > 0 ? 1 : 0), strip.wide);
+    const int64_t vectors = (strip.columns + BF16Unit::kLanes - 1) / BF16Unit::kLanes;
+    if (vectors == BF16Unit::kVectors) {
+      Tile<WideningUnit, kTileRows, BF16Unit::kVectors, 0>(block, 0, nullptr);
+    } else {
+      NarrowTileOf<WideningUnit>(vectors, kTileRows, block, 0);
+    }
     block.weights = reinterpret_cast<const std::byte*>(strip.wide);
     block.groups = 2 * block.groups + block.tail;
     block.tail = 0;
     block.ahead_lines /= 2;  // twice the groups for the same bytes
-    RunBlock<F32Unit>(block);
+    RunBlock<F32Unit>(block, kTileRows);
   });
 }
 

@@ -65,7 +65,8 @@ void CopyKvOut(const KvGeometry& geometry, std::span<const int64_t> blocks, int6
   });
 }
 
-// A row of keys of odd width gets its zero padding too: restored blocks are like appended ones.
+// A row of keys of odd width gets its zero padding too: restored blocks are like appended
+// ones. (What lies beside a last odd value stays: its weight is masked.)
 void CopyKvIn(const KvGeometry& geometry, std::span<const int64_t> blocks, int64_t first_key,
               int64_t keys, const std::byte* canonical, std::byte* kv_memory) {
   ForEachPiece(geometry, blocks, first_key, keys, [&](int64_t place, int64_t offset, auto bytes) {

@@ -4,8 +4,8 @@
 // [tokens][v_head_dim] and keys [head_dim][tokens] (transposed, so that a vector holds one
 // dimension of consecutive keys). BF16 interleaves two rows of either matrix, so that a 32-bit unit
 // is what a dot product takes: keys [head_dim / 2][tokens][2], values [tokens / 2][v_head_dim][2].
-// I8 has float scales per head: of keys [tokens], of values [tokens]. The attention stage is the
-// only reader; nothing here knows about numbers.
+// I8 has float scales per head: of keys [tokens], of values [tokens]. Nothing here
+// knows about numbers.
 #pragma once
 
 #include <cstdint>

@@ -21,6 +21,10 @@ constexpr size_t kMaxPrimitives = 2048;
 // layout.
 constexpr int64_t kLayoutRows = 64;
 
+// Its choice of kernels changes at few rows: all of these must get the one of kLayoutRows, or rows
+// would have other bits alone than among others.
+constexpr int64_t kProbedRows[] = {1, 2, 3, 4, 5, 8, 16, 32, 240};
+
 constexpr memory::data_type kType = memory::data_type::bf16;
 constexpr int64_t kTypeBytes = 2;
 
@@ -72,7 +76,15 @@ absl::StatusOr<memory::desc> OneDnnMatmul::PackedLayout(const Shape& shape) {
       return absl::UnimplementedError("oneDNN has no brgemm for " + std::to_string(shape.inner) +
                                       " x " + std::to_string(shape.columns) + " BF16");
     }
-    return layouts_.emplace(shape, description.weights_desc()).first->second;
+    const memory::desc layout = description.weights_desc();
+    const std::string name = description.impl_info_str();
+    for (const int64_t rows : kProbedRows) {
+      if (Describe({shape, rows}, layout).impl_info_str() != name) {
+        return absl::UnimplementedError("oneDNN has another kernel for " + std::to_string(rows) +
+                                        " rows than " + name);
+      }
+    }
+    return layouts_.emplace(shape, layout).first->second;
   } catch (const dnnl::error& error) {
     if (error.status == dnnl_unimplemented) return absl::UnimplementedError(error.what());
     return OneDnnError(error);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // oneDNN's packed BF16 matmul as the projection needs it: one column panel at a time,
-// single-threaded, exact row counts, float32 sums. The only file that sees oneDNN. Its brgemm
-// kernels were found bit-identical over row counts; its other kernels were not, so a shape without
-// brgemm is refused here.
+// single-threaded, exact row counts, float32 sums. Its brgemm kernels were found bit-identical over
+// row counts; its other kernels were not, so a shape that has no brgemm, or not the same one for
+// every row count, is refused here.
 //
 // Threads: Pack, Prepare by the caller's thread; Run by any worker in between. oneDNN bakes the
 // number of OpenMP threads into a primitive when it is made, so every entry point sets it to one

@@ -31,7 +31,7 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Row `row` of `view` in `dtype`, at `to`. `floats` is scratch.
+// Row `row` of `view` in `dtype`, at `to`.
 void PlainRow(CpuIsa isa, const WeightView& view, int64_t row, DType dtype, std::byte* to) {
   if (view.column_stride == 1) {
     const auto* from =

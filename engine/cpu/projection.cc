@@ -23,7 +23,7 @@ constexpr int64_t kRowsOfReading = 16;
 constexpr int64_t kRowsPerQuantise = 8;
 
 // |sum of products| <= 127 x 127 x inner must stay below 2^31.
-constexpr int64_t kMaxI8Inner = 133000;
+constexpr int64_t kMaxI8Inner = 131072;
 
 // Floats of a worker's scratch: sums, and a widened block, of the widest strip.
 constexpr int64_t kWidestStrip = 64;
@@ -98,7 +98,8 @@ absl::StatusOr<std::unique_ptr<PackedMatrix>> Projector::Pack(const WeightView& 
                                     " products do not fit 32 bits");
   }
   if (compute == DType::kBF16 && onednn_ != nullptr) {
-    return PackForOneDnn(*onednn_, isa_, matrix, bias, pool_);
+    auto packed = PackForOneDnn(*onednn_, isa_, matrix, bias, pool_);
+    if (packed.ok() || !absl::IsUnimplemented(packed.status())) return packed;
   }
   const GemmKernel* kernel = KernelFor(isa_, cpu_, matrix.dtype, compute);
   if (kernel == nullptr) return absl::UnimplementedError("no BF16 product on this machine");

@@ -37,15 +37,6 @@ struct BlockView {
   std::optional<bool> finite;  // whether the slots' values are; found out when needed
 };
 
-using U = hn::RebindToUnsigned<D>;
-constexpr uint32_t kHighHalf = 0xffff0000;
-
-// The two bf16 numbers of every unit as floats.
-HWY_INLINE V LowOf(V units) { return hn::BitCast(D(), hn::ShiftLeft<16>(hn::BitCast(U(), units))); }
-HWY_INLINE V HighOf(V units) {
-  return hn::BitCast(D(), hn::And(hn::BitCast(U(), units), hn::Set(U(), kHighHalf)));
-}
-
 HWY_INLINE V LoadWide(const hwy::float16_t* from) {
   const hn::Rebind<hwy::float16_t, D> half;
   return hn::PromoteTo(D(), hn::LoadU(half, from));
@@ -202,9 +193,9 @@ BlockView ReadBlock(const TileRun& run, int64_t index, bool with_values) {
 bool ValuesAreFinite(const TileRun& run, BlockView& block) {
   if (block.finite.has_value()) return *block.finite;
   const D d;
-  const bool dot = run.tile.dot;
-  const int64_t first = dot ? block.begin / 2 : block.begin;
-  const int64_t last = dot ? (block.end + 1) / 2 : block.end;
+  const bool pairs = HoldsPairs(run.units);
+  const int64_t first = pairs ? block.begin / 2 : block.begin;
+  const int64_t last = pairs ? (block.end + 1) / 2 : block.end;
   V bad = hn::Zero(d);  // x - x is 0 for finite x, else NaN
   for (int64_t i = first; i < last; ++i) {
     const float* row = block.values + i * block.value_stride;
@@ -213,7 +204,7 @@ bool ValuesAreFinite(const TileRun& run, BlockView& block) {
       if (c + kLanes > run.width) {
         x = hn::IfThenElseZero(hn::FirstN(d, static_cast<size_t>(run.width - c)), x);
       }
-      if (dot) {
+      if (pairs) {
         bad = hn::Add(bad, hn::Sub(LowOf(x), LowOf(x)));
         x = HighOf(x);
       }
@@ -234,10 +225,11 @@ const float* ValuesSeenBy(const TileRun& run, const BlockView& block, int64_t ro
            (bias_row == nullptr ||
             BiasAt(run.tile.item->bias, bias_row, block.first_key + slot) != -kInfinity);
   };
-  const int64_t tokens = run.tile.dot ? 2 : 1;  // of a unit
+  const bool pairs = HoldsPairs(run.units);
+  const int64_t tokens = pairs ? 2 : 1;  // of a unit
   for (int64_t i = block.begin / tokens; i * tokens < block.end; ++i) {
     uint32_t mask = 0;
-    if (run.tile.dot) {
+    if (pairs) {
       mask = (sees(2 * i) ? ~kHighHalf : 0) | (sees(2 * i + 1) ? kHighHalf : 0);
     } else if (sees(i)) {
       mask = ~uint32_t{0};

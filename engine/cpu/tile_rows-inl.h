@@ -24,21 +24,24 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kFloatBytes = sizeof(float);
+// Rows up to which BF16 blocks are not widened to memory but in registers, once per strip.
+constexpr int64_t kMaxSplitPairRows = 12;
 
 // A tile with its buffers. Row r is query row r / group, head r % group of the group. Units are
-// floats, or pairs of bf16 numbers where the tile multiplies those.
+// those of keys and values as the products read them.
 struct TileRun {
   const AttentionTile& tile;
+  Units units;
   int64_t rows;
   int64_t group;
   int64_t depth;        // units of head_dim
-  int64_t q_stride;     // PaddedWidth(depth)
+  int64_t q_stride;     // whole vectors of a row of q
   int64_t width;        // v_head_dim
   int64_t o_stride;     // PaddedWidth(width)
   bool direct;          // products read the blocks where they lie
   bool plain;           // products are the scores of visible keys
   KeyRange common;      // keys that every row sees, before bias; may be empty
-  float* q;             // [rows, q_stride] units, scaled
+  float* q;             // [rows, q_stride], scaled: floats, or pairs for dot products
   KeyRange* visible;    // [query rows]
   float* lane_sums;     // [rows, kLanes]: parts of the running sums
   float* scores;        // [2, kStripRows, kBlockTokens], then weights in units
@@ -82,15 +85,20 @@ void FindVisible(TileRun& run) {
 TileRun StartTile(const AttentionTile& tile) {
   const AttentionSpec& spec = *tile.spec;
   const DType dtype = tile.layout.geometry.dtype;
-  const int64_t depth = tile.dot ? (spec.head_dim + 1) / 2 : spec.head_dim;
+  Units units = tile.dot ? Units::kDot : Units::kFloats;
+  if (!tile.dot && dtype == DType::kBF16 && tile.rows() <= kMaxSplitPairRows) {
+    units = Units::kSplit;
+  }
+  const int64_t pairs = (spec.head_dim + 1) / 2;
   TileRun run{.tile = tile,
+              .units = units,
               .rows = tile.rows(),
               .group = spec.group_size(),
-              .depth = depth,
-              .q_stride = PaddedWidth(depth),
+              .depth = HoldsPairs(units) ? pairs : spec.head_dim,
+              .q_stride = PaddedWidth(tile.dot ? pairs : spec.head_dim),
               .width = spec.v_head_dim,
               .o_stride = PaddedWidth(spec.v_head_dim),
-              .direct = dtype == DType::kF32 || (tile.dot && dtype == DType::kBF16),
+              .direct = dtype == DType::kF32 || (HoldsPairs(units) && dtype == DType::kBF16),
               .plain = spec.softcap == 0 && spec.alibi_slopes.empty() &&
                        tile.item->bias.data == nullptr && dtype != DType::kI8};
   const int64_t sizes[] = {run.rows * run.q_stride,

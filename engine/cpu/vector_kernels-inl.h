@@ -77,7 +77,24 @@ HWY_INLINE V Tanh(V x) {
   return hn::IfThenElse(hn::Lt(hn::Abs(x), hn::Set(d, 0.625f)), small, large);
 }
 
-// acc + a b. With kDot every 32-bit unit holds a pair of bf16 numbers, and both products are added.
+// What both factors of a product hold in a 32-bit unit. Floats and split pairs give the same bits.
+enum class Units : uint8_t {
+  kFloats,  // a float each
+  kSplit,   // B: a pair of bf16 numbers, multiplied one after the other by the two floats of A
+  kDot,     // a pair of bf16 numbers each, for one instruction
+};
+constexpr bool HoldsPairs(Units units) { return units != Units::kFloats; }
+
+using U = hn::RebindToUnsigned<D>;
+constexpr uint32_t kHighHalf = 0xffff0000;
+
+// The two bf16 numbers of every unit as floats.
+HWY_INLINE V LowOf(V units) { return hn::BitCast(D(), hn::ShiftLeft<16>(hn::BitCast(U(), units))); }
+HWY_INLINE V HighOf(V units) {
+  return hn::BitCast(D(), hn::And(hn::BitCast(U(), units), hn::Set(U(), kHighHalf)));
+}
+
+// acc + a b. With kDot every unit holds a pair of bf16 numbers, and both products are added.
 // Assembler, because Highway's function attributes lack AVX512_BF16, and a file compiled with it
 // could leak its instructions into inline functions shared with other files.
 template <bool kDot>
@@ -93,8 +110,8 @@ HWY_INLINE V MultiplyAdd(V a, V b, V acc) {
 }
 
 // One matrix product A B with few rows: A [rows, steps], B [steps, columns], C [rows, columns].
-// Strides are in 32-bit units: floats, or pairs of bf16 numbers in A and B of a dot product. The
-// rows of B that follow in memory order are fetched ahead from `ahead`, which has B's strides.
+// Strides are in 32-bit units; with Units::kSplit a step takes two floats of A. The rows of B that
+// follow in memory order are fetched ahead from `ahead`, which has B's strides.
 struct Factors {
   const float* a;
   int64_t a_stride;
@@ -105,7 +122,7 @@ struct Factors {
 };
 
 // c[r][n] = (kOld ? c[r][n] * scale[r] : 0) + sum over i of a[r][i] * b[i][n], i ascending.
-template <bool kDot, bool kOld, int kRows, int kVectors>
+template <Units kUnits, bool kOld, int kRows, int kVectors>
 HWY_NOINLINE void ProductTile(const Factors& factors, const float* HWY_RESTRICT scale,
                               float* HWY_RESTRICT c, int64_t c_stride) {
   const D d;
@@ -138,11 +155,33 @@ HWY_NOINLINE void ProductTile(const Factors& factors, const float* HWY_RESTRICT 
         __builtin_prefetch(ahead + i * b_stride + n, 0, 2);
       }
     }
+    if constexpr (kUnits == Units::kSplit) {
+      V half[kVectors];
+#pragma GCC unroll 8
+      for (int n = 0; n < kVectors; ++n) half[n] = LowOf(column[n]);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const V row = hn::Set(d, a[r * a_stride + 2 * i]);
+#pragma GCC unroll 8
+        for (int n = 0; n < kVectors; ++n) acc[r][n] = hn::MulAdd(row, half[n], acc[r][n]);
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < kVectors; ++n) half[n] = HighOf(column[n]);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const V row = hn::Set(d, a[r * a_stride + 2 * i + 1]);
+#pragma GCC unroll 8
+        for (int n = 0; n < kVectors; ++n) acc[r][n] = hn::MulAdd(row, half[n], acc[r][n]);
+      }
+      continue;
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const V row = hn::Set(d, a[r * a_stride + i]);
 #pragma GCC unroll 8
-      for (int n = 0; n < kVectors; ++n) acc[r][n] = MultiplyAdd<kDot>(row, column[n], acc[r][n]);
+      for (int n = 0; n < kVectors; ++n) {
+        acc[r][n] = MultiplyAdd<kUnits == Units::kDot>(row, column[n], acc[r][n]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -171,6 +210,16 @@ HWY_INLINE void WithRows(int rows, const F& f) {
   }
 }
 
+// Calls f(integral_constant units).
+template <class F>
+HWY_INLINE void WithUnits(Units units, const F& f) {
+  if constexpr (kHasDot) {
+    if (units == Units::kDot) return f(std::integral_constant<Units, Units::kDot>());
+  }
+  if (units == Units::kSplit) return f(std::integral_constant<Units, Units::kSplit>());
+  f(std::integral_constant<Units, Units::kFloats>());
+}
+
 // Calls f(integral_constant vectors, first vector) over `vectors` vectors in wide register tiles.
 // No single vector is left over where another cut avoids it: six rows of one vector do not fill
 // the multipliers.
@@ -189,7 +238,7 @@ HWY_INLINE void WithVectors(int vectors, const F& f) {
 }
 
 // ProductTile over `rows` rows and `vectors` vectors.
-template <bool kDot, bool kOld>
+template <Units kUnits, bool kOld>
 void ProductStrip(int rows, int vectors, const Factors& factors, const float* scale, float* c,
                   int64_t c_stride) {
   WithRows(rows, [&](auto r) {
@@ -197,8 +246,8 @@ void ProductStrip(int rows, int vectors, const Factors& factors, const float* sc
       Factors part = factors;
       part.b += first * kLanes;
       if (part.ahead != nullptr) part.ahead += first * kLanes;
-      ProductTile<kDot, kOld, decltype(r)::value, decltype(n)::value>(part, scale,
-                                                                      c + first * kLanes, c_stride);
+      ProductTile<kUnits, kOld, decltype(r)::value, decltype(n)::value>(
+          part, scale, c + first * kLanes, c_stride);
     });
   });
 }

@@ -89,6 +89,11 @@ absl::StatusOr<EngineInfo> ReadEngineInfo(const RunOptions& options) {
 
 int RunAll(const Flags& flags, const EngineInfo& engine, const std::vector<BenchCase>& cases,
            int64_t memory_bytes) {
+  std::ofstream json;
+  if (!flags.json.empty()) {
+    json.open(flags.json);
+    if (!json) return Fail("--json: can't write " + flags.json, 2);
+  }
   BenchMachine machine;
   machine.engine = engine;
   machine.cores = AllowedCores(flags.threads);
@@ -122,9 +127,8 @@ int RunAll(const Flags& flags, const EngineInfo& engine, const std::vector<Bench
   for (const TargetResult& target : targets) failed = failed || !target.reached;
   if (flags.check) std::fputs(TargetsText(targets).c_str(), stdout);
   if (!flags.json.empty()) {
-    std::ofstream file(flags.json);
-    file << ReportJson(machine, results, targets);
-    if (!file.flush()) return Fail("--json: can't write " + flags.json, 1);
+    json << ReportJson(machine, results, targets);
+    if (!json.flush()) return Fail("--json: can't write " + flags.json, 1);
   }
   return failed ? 1 : 0;
 }

@@ -18,6 +18,10 @@ from support.servers import Process, ROOT
 CONSOLE = {
     "tests/run.sh": "runs this very test",
     "tests/gpu/run.sh": "needs a GPU; tests/gpu/run_test.py packs, and runs it up to there",
+    "build/bin/attend": "bench --echo, --check: minutes; tests/client runs them against a real server and echo",
+    "build/bin/attend-bench": "minutes; a block before it runs one case",
+    "build/bin/attend-echo": "see attend",
+    "python3": "peers.py needs 5 GB of other projects' packages; tests/bench/peers_test.py runs the rest of it",
     "grpcurl": "is in no Debian package; tests/integration asks the reflection it uses",
     "docker": "needs a Docker engine; container_test.py builds and runs the same Dockerfile",
     "kubectl": "apply and rollout need a cluster; kubernetes_test.py checks what would be applied",

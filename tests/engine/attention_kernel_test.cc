@@ -191,6 +191,36 @@ TEST_P(AttentionKernelTest, NanInKeysAndValuesReachesExactlyTheRowsThatSeeThem) 
   }
 }
 
+// Tiles of one query row end between the two tokens that blocks of BF16 hold together.
+TEST_P(AttentionKernelTest, NanBesideTheLastKeyOfALowTileDoesNotReachIt) {
+  const AttentionSpec spec = MakeSpec(8, 1, 23, 40);
+  std::vector<std::pair<DType, DType>> cases;  // of blocks, of products
+  for (DType dtype : kDTypes) cases.push_back({dtype, DType::kF32});
+  for (DType dtype : DotDTypes()) cases.push_back({dtype, DType::kBF16});
+  for (const auto& [dtype, compute] : cases) {
+    compute_ = compute;
+    std::vector<Sequence> clean{MakeSequence(spec, 40, 130)};
+    Run(spec, dtype, clean, 14);
+    std::vector<Sequence> high = clean;
+    Run(spec, dtype, high, 1);
+    EXPECT_TRUE(SameFloats(clean[0].output, high[0].output)) << DTypeName(dtype);
+    for (int64_t spoiled : {98, 99, 100, 101, 102}) {
+      for (bool in_value : {false, true}) {
+        std::vector<Sequence> dirty = clean;
+        const int64_t width = spec.kv_heads * (in_value ? spec.v_head_dim : spec.head_dim);
+        std::fill_n((in_value ? dirty[0].v : dirty[0].k).begin() + spoiled * width, width, kNan);
+        Run(spec, dtype, dirty, 14);
+        for (int64_t i = 0; i < 40 * spec.output_width; ++i) {
+          const bool sees = 90 + i / spec.output_width >= spoiled;
+          ASSERT_TRUE(sees ? std::isnan(dirty[0].output[i])
+                           : dirty[0].output[i] == clean[0].output[i])
+              << DTypeName(dtype) << " key " << spoiled << " value " << in_value << " at " << i;
+        }
+      }
+    }
+  }
+}
+
 TEST_P(AttentionKernelTest, NanInAQuerySpoilsItsOwnRowAndHeadOnly) {
   const AttentionSpec spec = MakeSpec(4, 2, 16, 16);
   std::vector<Sequence> clean{MakeSequence(spec, 13, 70)};

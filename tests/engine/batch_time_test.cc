@@ -227,6 +227,14 @@ TEST(BatchBudgetTest, ShortChunksOnlyWhileSomebodyIsLikelyToCome) {
   EXPECT_EQ(BatchBudgetUs(5000, 6000, kNow, {.short_us = kNow}), 100000);
   EXPECT_EQ(BatchBudgetUs(5000, 1e9, kNow, {.short_us = kNow}), 5000);
   EXPECT_EQ(BatchBudgetUs(5000, 1e9, kNow, {.short_us = kNow - 500'000}), 100000);
+  // Long work has a third of the engine beside batches that take longer than chunks.
+  RecentWork recent;
+  recent.append_us = kNow;
+  recent.few_rows_batch_us = 8000;
+  EXPECT_EQ(BatchBudgetUs(100, 1e9, kNow, recent), 4000);
+  EXPECT_EQ(BatchBudgetUs(5000, 1e9, kNow, recent), 5000);
+  recent.few_rows_batch_us = 1e9;
+  EXPECT_EQ(BatchBudgetUs(100, 1e9, kNow, recent), 100000);
   // A longer chunk than an undisturbed one: the flag wins.
   EXPECT_EQ(BatchBudgetUs(300000, 1e9, kNow, {}), 300000);
   EXPECT_EQ(BatchBudgetUs(300000, 1e9, kNow, {.append_us = kNow}), 300000);

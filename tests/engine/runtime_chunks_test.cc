@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <random>
 
 #include "tests/engine/runtime_fixture.h"
@@ -122,6 +123,28 @@ TEST_F(RuntimeChunksTest, WhereARowTakesLongerThanAChunkItTakesTwiceThatAndTheWo
       EXPECT_GE(rows_.back(), 2);  // 60 ms
     }
     if (outcome.jobs[0].state == State::kEnded) break;
+  }
+}
+
+// A chunk of keys alone reads a part of the weights and has time for more than that.
+TEST_F(RuntimeChunksTest, WhereTheWeightsTakeLongerThanAChunkKeysComeInManyRowsToo) {
+  batch_us_ = 17'600;
+  row_us_ = 100;
+  Warm();
+  auto request = Job(3, {400});
+  EXPECT_TRUE(RunOne(*Append()).ok());
+  Run({request.get()});
+  EXPECT_GE(rows_.back(), 16);
+}
+
+// What a client claims to have cached is looked at before it is checked.
+TEST_F(RuntimeChunksTest, AnAbsurdPositionIsRefusedAndCountsForNothing) {
+  Warm();
+  EXPECT_TRUE(RunOne(*Append()).ok());
+  for (const int64_t position : {std::numeric_limits<int64_t>::max(), int64_t{1} << 40}) {
+    auto job = SessionJob(0, session_, position, 17);
+    EXPECT_FALSE(runtime_->NeedsChunks(*job));
+    EXPECT_EQ(RunOne(*job).code(), absl::StatusCode::kFailedPrecondition);
   }
 }
 

@@ -147,7 +147,7 @@ TEST(MakeCheckpointTest, RecipesThatCannotBeAreRefusedBeforeAnythingIsWritten) {
       {{.preset = "bert-base", .layers = -1, .directory = target}, "layers: got -1"},
       {{.preset = "bert-base", .heads = -1, .directory = target}, "heads: got -1"},
       {{.preset = "bert-base", .heads = 7, .directory = target}, "got 7"},
-      {{.preset = "transformer-base", .heads = 1, .directory = target}, "head_dim: got 512"},
+      {{.preset = "llama-7b", .heads = 2, .directory = target}, "head_dim: got 2048"},
       {{.preset = "llama2-gqa", .heads = 4, .directory = target}, "num_key_value_heads: got 8"},
       {{.preset = "bert-base", .dtype = DType::kI8, .directory = target}, "dtype: got I8"},
       {{.preset = "bert-base"}, "directory"},

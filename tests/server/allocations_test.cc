@@ -15,7 +15,7 @@ namespace {
 std::atomic<int64_t> g_allocations{0};
 std::atomic<int64_t> g_bytes{0};
 
-void* Allocate(size_t bytes, size_t alignment) {
+[[gnu::noinline]] void* Allocate(size_t bytes, size_t alignment) {
   g_allocations.fetch_add(1);
   g_bytes.fetch_add(static_cast<int64_t>(bytes));
   void* memory =
@@ -32,10 +32,12 @@ void* operator new(size_t bytes) { return Allocate(bytes, 0); }
 void* operator new(size_t bytes, std::align_val_t alignment) {
   return Allocate(bytes, static_cast<size_t>(alignment));
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
+// Neither malloc nor free is inlined: where it sees one of them only, the compiler takes the pair
+// of new and free, or malloc and delete, for a mistake.
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { operator delete(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { operator delete(memory); }
+void operator delete(void* memory, size_t, std::align_val_t) noexcept { operator delete(memory); }
 
 namespace attend {
 namespace {

@@ -81,6 +81,17 @@ TEST(BatchQueueTest, AContinuedTaskLetsOthersGoFirst) {
   EXPECT_THAT(queue.Next(kBudget), ElementsAre(1));
 }
 
+TEST(BatchQueueTest, ATaskThatBecomesLongByRunningLetsThoseGoFirstThatCameMeanwhile) {
+  BatchQueue queue;
+  queue.Push(1, {7, 500, 0, {}});
+  EXPECT_THAT(queue.Next(kBudget), ElementsAre(1));
+  queue.Push(2, {8, 1, 0, {}});
+  queue.Push(3, {9, 1, 0, {}});
+  queue.SetLong(1);
+  queue.BackToTail(1);
+  for (TaskId id : {2, 3, 1}) EXPECT_THAT(queue.Next(kBudget), ElementsAre(id));
+}
+
 TEST(BatchQueueTest, APostponedTaskGoesLast) {
   BatchQueue queue;
   for (TaskId id : {1, 2, 3}) queue.Push(id, {7, kBudget, 0, {}});

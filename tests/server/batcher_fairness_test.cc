@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Short work beside long work on the real engine thread, in the order of the batches; the time that
-// a batch takes is the engine's word.
+// a batch takes is the engine's word, so much for each row.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -15,7 +15,7 @@ namespace {
 
 class BatcherFairnessTest : public BatcherFixture {
  protected:
-  // Chunks of the shortest time: of one row each, as soon as an append has been seen.
+  // Chunks of the shortest time, of a row or two as soon as an append has been seen.
   BatcherFairnessTest() : BatcherFixture(1, 0, 1) {}
 };
 
@@ -27,13 +27,14 @@ TEST_F(BatcherFairnessTest, AppendsThatComeDuringAChunkRunBeforeTheNextOneOfAnyP
   const std::string session = Open();
   const std::string other = Open();
   ASSERT_TRUE(append(session, 0).get().ok());
-  // A batch takes long enough for every prefill to need chunks.
+  // A row takes long enough for every prefill to need chunks.
   std::vector<std::future<absl::Status>> appends;
   std::vector<int64_t> rows;  // of the batches
   std::atomic<int64_t> position{1};
   std::atomic<int64_t> positions_of_other{0};
-  engine_->times = {50'000, 50'000, 0};
+  engine_->times = {50'000, 0, 0};
   engine_->on_start = [&](const BatchPlan& plan, std::span<const AttendItem>) {
+    engine_->times.project_us = 50'000 * plan.query_rows;
     rows.push_back(plan.items() > 1 ? -plan.items() : plan.query_rows);
     if (rows.size() % 3 != 0) return;
     appends.push_back(append(session, position++));
@@ -51,7 +52,9 @@ TEST_F(BatcherFairnessTest, AppendsThatComeDuringAChunkRunBeforeTheNextOneOfAnyP
     if (rows[i] > 0) computed += rows[i];
   }
   EXPECT_EQ(computed, 300);
-  EXPECT_GT(rows.size(), 200u);
+  // The first chunk measures 32 rows; the others have two, as many as take twice the time of one.
+  // A machine that holds this process up may make them a little longer.
+  EXPECT_GT(rows.size(), 100u) << ::testing::PrintToString(rows);
 }
 
 }  // namespace

@@ -174,6 +174,34 @@ TEST_F(BatcherTest, WhoCannotBeAnsweredInTimeLetsThoseGoFirstWhoCan) {
   EXPECT_EQ(rows, (std::vector<int64_t>{1, 3, 4, 20}));
 }
 
+// As above, in a session.
+TEST_F(BatcherTest, WhoCannotBeAnsweredInTimeStillGoesBeforeLaterCallsOfItsSession) {
+  engine_->set_enough_rows(1);
+  engine_->times.attend_us = 1'000'000;
+  batcher_->Start();
+  const std::string session = Open();
+  std::promise<void> entered;
+  std::promise<void> leave;
+  engine_->on_start = [&](const auto&, auto) {
+    if (engine_->plans.size() > 1) return;
+    entered.set_value();
+    leave.get_future().wait();
+  };
+  std::vector<std::future<absl::Status>> answers;
+  answers.push_back(Submit(Job(1)));
+  entered.get_future().wait();
+  std::shared_ptr<AttendJob> late = Job(20, session, 0);
+  late->deadline_us = late->arrival_us + 15'000'000;
+  answers.push_back(Submit(late));
+  answers.push_back(Submit(Job(2, session, 20)));
+  answers.push_back(Submit(Job(4)));
+  leave.set_value();
+  for (auto& answer : answers) EXPECT_TRUE(answer.get().ok());
+  std::vector<int64_t> rows;
+  for (const BatchPlan& plan : engine_->plans) rows.push_back(plan.query_rows);
+  EXPECT_EQ(rows, (std::vector<int64_t>{1, 4, 20, 2}));
+}
+
 TEST_F(BatcherTest, AnEngineFaultFailsItsBatchAndEveryLaterOne) {
   engine_->fail_next = true;
   batcher_->Start();

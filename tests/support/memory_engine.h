@@ -32,7 +32,7 @@ class MemoryEngine : public AttentionEngine {
   const EngineInfo& info() const override { return info_; }
   void set_enough_rows(int64_t rows) { info_.enough_rows = rows; }
   absl::StatusOr<LayerInfo> AddLayer(const AttentionSpec&, const LayerWeights&) override {
-    return LayerInfo{layers_++, DType::kF32, 0};
+    return LayerInfo{.index = layers_++};
   }
   absl::StatusOr<Ticket> Start(const BatchPlan& plan, std::span<const AttendItem> items) override {
     violations += failed_ || static_cast<int>(running_.size()) >= info_.batches_in_flight;
