@@ -250,6 +250,7 @@ TEST_F(CliBenchEchoTest, WrongUsageSaysWhatIsAllowed) {
   for (const auto& [flags, message] : std::vector<std::pair<std::string, std::string>>{
            {"--echo 127.0.0.1:1", "--echo: UNAVAILABLE"},
            {"--echo nonsense", "--echo: "},
+           {"--echo ''", "--echo: got"},
            {"--echo " + server_.address(), "wanted an attend-echo server"},
            {Echo() + "--sessions 3", "excludes"},
            {Echo() + "--decode_loop", "excludes"},
