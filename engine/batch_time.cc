@@ -61,7 +61,7 @@ double StageTime::PredictUs(double units, double flops) const {
 }
 
 void StageTime::Observe(double units, double flops, bool many_rows, double us) {
-  if (flops <= 0) return;
+  if (flops <= 0 || (!many_rows && units < kLeastUnits)) return;
   // What the other rate explains is not counted again; a quarter is left to the rate that is
   // measured here, whatever the other one claims.
   if (many_rows && !flops_known_) {
@@ -69,7 +69,7 @@ void StageTime::Observe(double units, double flops, bool many_rows, double us) {
     flops_known_ = true;
     return;
   }
-  if (!many_rows && !units_known_ && units > 0) {
+  if (!many_rows && !units_known_) {
     us_per_unit_ = std::max(us - flops * us_per_flop_, us / 4) / units;
     units_known_ = true;
     return;

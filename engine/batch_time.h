@@ -33,6 +33,8 @@ class StageTime {
  public:
   // Batches of so many rows teach the rate of arithmetic first.
   static constexpr int64_t kManyRows = 32;
+  // Few rows that read less say nothing about reading: the overhead of a batch is their time.
+  static constexpr double kLeastUnits = 1 << 16;
 
   double PredictUs(double units, double flops) const;
   void Observe(double units, double flops, bool many_rows, double us);

@@ -128,6 +128,15 @@ TEST(BatchTimeTest, LearnsOneRowAndManyRowsApartWhateverTheTraffic) {
   expect_close(512, 4096);
 }
 
+TEST(BatchTimeTest, OverheadOfTinyBatchesIsNotTheTimeOfReading) {
+  const AttentionSpec tiny = Layer(0, 2, 1, 16);
+  const AttentionSpec large = Layer(0, 16, 1, 64);
+  const Machine machine{20000, 500000, 40000, 200000};
+  BatchTime time;  // of raw work, whatever its shape
+  for (int i = 0; i < 100; ++i) Measure(machine, Work(tiny, 6, 0), time);
+  EXPECT_LT(time.PredictUs(Work(large, 1, 32768)), 5 * Took(machine, Work(large, 1, 32768)));
+}
+
 TEST(BatchTimeTest, IsUnknownUntilManyRowsWereMeasured) {
   const AttentionSpec spec = Layer(768, 12, 12, 64);
   BatchTime time;

@@ -75,9 +75,12 @@ class Caller:
         return self.attend(rows, self.pb.Sequence(length=rows, session_id=session_id, position=position))
 
     def heavy(self):
-        """Raw work that takes seconds and half the queue: it is always given up."""
-        keys = self.tensor(REQUEST_TOKENS // 2, 1, 64)
-        return self.pb.AttendRequest(raw=self.pb.RawInput(q=self.tensor(2048, 16, 64), k=keys, v=keys))
+        """Raw work of 1.1e12 operations and a quarter of the queue, 2 s and more of two cores: always given up."""
+        def half(*shape):
+            data = self.random.standard_normal(shape, np.float32).astype(np.float16)
+            return self.pb.Tensor(dtype=self.pb.DTYPE_F16, shape=shape, data=data.tobytes())
+        keys = half(REQUEST_TOKENS // 4, 1, 64)
+        return self.pb.AttendRequest(raw=self.pb.RawInput(q=half(16384, 16, 64), k=keys, v=keys))
 
     def stream(self, requests):
         stream = self.channel.stream_stream(
@@ -135,7 +138,8 @@ class Caller:
         self.call("Attend", self.append(small, 3, 0), "NOT_FOUND")  # SESSION_EXPIRED
 
     def overload(self):
-        """Two long requests take turns, with a stream open; what doesn't fit is refused; they are given up."""
+        """Two long requests take turns, short ones go between, with a stream open; what doesn't fit is refused; the
+        long ones are given up."""
         stopped = threading.Event()
 
         def items():
@@ -143,8 +147,16 @@ class Caller:
             stopped.wait(PATIENCE)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             streamed = pool.submit(self.stream, items())
-            running = [self.start("Attend", self.heavy()) for _ in range(2)]
-            eventually(lambda: all(self.server.total(name) > 0 for name in MOMENTARY))
+            running = [self.start("Attend", request) for request in [self.heavy(), self.heavy()]]
+            unseen, short = set(MOMENTARY), []
+
+            def all_seen():  # none waits longer than a turn lasts
+                short.append(self.start("Attend", self.attend(3)))
+                unseen.difference_update([name for name in unseen if self.server.total(name) > 0])
+                return not unseen
+            eventually(all_seen, what=unseen)
+            for future in short:
+                self.finish("Attend", future)
             self.call("Attend", self.attend(REQUEST_TOKENS), "RESOURCE_EXHAUSTED")  # QUEUE_FULL
             for future in running:
                 future.cancel()
