@@ -220,14 +220,20 @@ void WriteOutput(const TileRun& run, SoftmaxState state) {
     }
     if (state.sum[r] == 0) state.sum[r] = 1.0f;  // no visible key, or only scores of -inf
     state.max[r] = maximum == -kInfinity ? 0.0f : maximum;
-    float* o = state.o + r * run.o_stride;
-    const V divisor = hn::Set(d, state.sum[r]);
-    for (int64_t c = 0; c < run.width; c += kLanes) {
-      const V scaled = hn::Mul(hn::LoadU(d, o + c), hn::Set(d, factor));
-      hn::StoreU(hn::Add(hn::Div(scaled, divisor), hn::Zero(d)), d, o + c);
+    const float* o = state.o + r * run.o_stride;
+    float* to = run.tile.output + PlaceOf(run, r, run.width);
+    if (r + kRowsAhead < run.rows) {
+      FetchRow<true>(run.tile.output + PlaceOf(run, r + kRowsAhead, run.width), run.width);
     }
-    const int64_t row = run.tile.row_begin + r / run.group;
-    std::copy_n(o, run.width, run.tile.output + (row * spec.q_heads + head) * run.width);
+    const V share = hn::Set(d, factor / state.sum[r]);
+    int64_t c = 0;
+    for (; c + kLanes <= run.width; c += kLanes) {
+      hn::StoreU(hn::MulAdd(hn::LoadU(d, o + c), share, hn::Zero(d)), d, to + c);
+    }
+    if (c < run.width) {
+      const V last = hn::MulAdd(hn::LoadU(d, o + c), share, hn::Zero(d));
+      hn::BlendedStore(last, hn::FirstN(d, static_cast<size_t>(run.width - c)), d, to + c);
+    }
   }
 }
 

@@ -23,7 +23,7 @@ namespace attend {
 namespace {
 
 // Raised with every change of arithmetic, so that equal numerics ids mean equal bits.
-constexpr char kKernelVersion[] = "k2";
+constexpr char kKernelVersion[] = "k3";
 
 // Giving back less is not worth the system call and the split huge page.
 constexpr int64_t kMinDiscardBytes = 256 << 10;
@@ -41,7 +41,7 @@ int64_t MicrosSince(std::chrono::steady_clock::time_point start) {
       .count();
 }
 
-// "cpu-avx512_bf16-own-k2", "cpu-avx2-own-k2". The bf16 unit belongs to it: AMX tiles (oneDNN) and
+// "cpu-avx512_bf16-own-k3", "cpu-avx2-own-k3". The bf16 unit belongs to it: AMX tiles (oneDNN) and
 // vector dot products sum in different orders.
 std::string NumericsId(CpuIsa isa, const CpuInfo& cpu) {
   std::string unit = "avx2";

@@ -106,6 +106,8 @@ void StoreElement(DType dtype, float x, float scale, std::byte* to) {
   *to = static_cast<std::byte>(static_cast<int8_t>(std::clamp(quotient, -127.0f, 127.0f)));
 }
 
+constexpr int64_t kTokensAhead = 16;  // fetched
+
 void AppendKeysOfHead(const KvBlockLayout& layout, const HeadRows& rows, const float* scales,
                       std::byte* keys) {
   const D d;
@@ -115,6 +117,9 @@ void AppendKeysOfHead(const KvBlockLayout& layout, const HeadRows& rows, const f
   int64_t whole = 0;  // dimensions done of whole vectors of tokens
   for (; token + kLanes <= rows.keys; token += kLanes) {
     const int64_t slot = rows.slot + token;
+    for (int64_t i = token + kLanes; i < std::min(token + 2 * kLanes, rows.keys); ++i) {
+      FetchRow<false>(rows.k + i * rows.k_stride, depth);
+    }
     for (whole = 0; whole + kDimensions <= depth; whole += kDimensions) {
       V x[kDimensions];
       LoadTransposed(rows.k + token * rows.k_stride + whole, rows.k_stride, x);
@@ -152,6 +157,10 @@ void AppendPairs(const KvBlockLayout& layout, const HeadRows& rows, std::byte* v
     const float* row = rows.v + i * rows.v_stride;
     const int64_t slot = rows.slot + i;
     const bool both = slot % 2 == 0 && i + 1 < rows.keys;
+    for (int64_t next = i + kTokensAhead; next < std::min(i + kTokensAhead + 2, rows.keys);
+         ++next) {
+      FetchRow<false>(rows.v + next * rows.v_stride, width);
+    }
     int64_t c = 0;
     for (; both && c + kLanes <= width; c += kLanes) {
       StorePair(hn::LoadU(D(), row + c), hn::LoadU(D(), row + rows.v_stride + c),
@@ -175,6 +184,7 @@ void AppendValuesOfHead(const KvBlockLayout& layout, const HeadRows& rows, const
   for (int64_t i = 0; i < rows.keys; ++i) {
     const float* row = rows.v + i * rows.v_stride;
     std::byte* to = values + layout.ValueElement(rows.slot + i, 0);
+    if (i + kTokensAhead < rows.keys) FetchRow<false>(row + kTokensAhead * rows.v_stride, width);
     if (dtype != DType::kI8) {
       const CpuIsa isa = HWY_TARGET == HWY_AVX3 ? CpuIsa::kAvx512 : CpuIsa::kAvx2;
       ConvertElements(isa, DType::kF32, row, dtype, to, width);

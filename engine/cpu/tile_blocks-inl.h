@@ -60,7 +60,7 @@ struct WideCopy {
   int64_t to_stride;
 };
 
-HWY_INLINE void FetchRow(const WideCopy& copy, int64_t row, int64_t element_bytes) {
+HWY_INLINE void FetchNextRow(const WideCopy& copy, int64_t row, int64_t element_bytes) {
   if (copy.next == nullptr) return;
   const std::byte* from = copy.next + row * copy.from_stride * element_bytes;
   for (int64_t i = 0; i < copy.from_stride * element_bytes; i += 64) {
@@ -73,7 +73,7 @@ template <class T>
 void WidenRows(const WideCopy& copy) {
   const T* from = reinterpret_cast<const T*>(copy.from);
   for (int64_t i = copy.row_begin; i < copy.row_end; ++i) {
-    FetchRow(copy, i, sizeof(T));
+    FetchNextRow(copy, i, sizeof(T));
     for (int64_t n = copy.column_begin; n < copy.column_end; n += kLanes) {
       hn::StoreU(LoadWide(from + i * copy.from_stride + n), D(), copy.to + i * copy.to_stride + n);
     }
@@ -85,7 +85,7 @@ void SplitPairs(const WideCopy& copy) {
   const D d;
   const float* from = reinterpret_cast<const float*>(copy.from);
   for (int64_t i = copy.row_begin / 2; i * 2 < copy.row_end; ++i) {
-    FetchRow(copy, i, kFloatBytes);
+    FetchNextRow(copy, i, kFloatBytes);
     for (int64_t n = copy.column_begin; n < copy.column_end; n += kLanes) {
       const V units = hn::LoadU(d, from + i * copy.from_stride + n);
       hn::StoreU(LowOf(units), d, copy.to + 2 * i * copy.to_stride + n);
@@ -99,8 +99,8 @@ void JoinPairs(const WideCopy& copy, int64_t rows) {
   const U u;
   const int8_t* from = reinterpret_cast<const int8_t*>(copy.from);
   for (int64_t i = copy.row_begin / 2; i * 2 < copy.row_end; ++i) {
-    FetchRow(copy, 2 * i, 1);
-    FetchRow(copy, 2 * i + 1, 1);
+    FetchNextRow(copy, 2 * i, 1);
+    FetchNextRow(copy, 2 * i + 1, 1);
     const int8_t* row = from + 2 * i * copy.from_stride;
     const bool partner = 2 * i + 1 < rows;
     for (int64_t n = copy.column_begin; n < copy.column_end; n += kLanes) {
