@@ -98,7 +98,7 @@ std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, bool dot, i
     tile.dot = dot;
     tile.blocks = plan.block_address.data() + plan.block_begin[p];
     tile.q = batch.q + plan.row_begin[p] * spec.q_heads * spec.head_dim;
-    tile.output = batch.output + plan.row_begin[p] * spec.q_heads * spec.v_head_dim;
+    tile.output = batch.output + plan.row_begin[p];
     const int64_t step = TileQueryRows(item.rows, spec.group_size(), wanted_rows);
     for (tile.row_begin = 0; tile.row_begin < item.rows; tile.row_begin += step) {
       tile.query_rows = std::min(step, item.rows - tile.row_begin);

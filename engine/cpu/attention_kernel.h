@@ -15,6 +15,7 @@
 #include <span>
 
 #include "engine/attention_plan.h"
+#include "engine/cpu/gemm_kernel.h"
 #include "engine/cpu/worker_pool.h"
 
 namespace attend {
@@ -30,7 +31,8 @@ struct AttentionBatch {
   const float* k = nullptr;           // [new keys, kv_heads, head_dim]
   const float* v = nullptr;           // [new keys, kv_heads, v_head_dim]
   std::byte* kv_memory = nullptr;     // block addresses are offsets into it; 64-byte aligned
-  float* output = nullptr;            // [query rows, q_heads, v_head_dim]
+  // [query rows] -> [q_heads, v_head_dim] of F32, F16 or BF16: rounded once, from fp32.
+  const OutputRow* output = nullptr;
   // BF16: queries and weights are rounded to bf16 and multiplied in pairs with keys and values
   // (AVX512_BF16, BF16 or I8 blocks; with any other blocks the same as F32). Statistics and sums
   // are fp32 always.

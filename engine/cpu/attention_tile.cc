@@ -203,6 +203,11 @@ void Merge(const TileRun& run, SoftmaxState into, SoftmaxState next) {
   }
 }
 
+std::byte* OutputOf(const TileRun& run, int64_t r) {
+  const OutputRow& row = run.tile.output[run.tile.row_begin + r / run.group];
+  return static_cast<std::byte*>(row.data) + HeadOf(run, r) * run.width * DTypeBytes(row.dtype);
+}
+
 // Adds the sinks and divides; leaves in `state` the reference and divisor of the attention weights.
 void WriteOutput(const TileRun& run, SoftmaxState state) {
   const D d;
@@ -221,19 +226,21 @@ void WriteOutput(const TileRun& run, SoftmaxState state) {
     if (state.sum[r] == 0) state.sum[r] = 1.0f;  // no visible key, or only scores of -inf
     state.max[r] = maximum == -kInfinity ? 0.0f : maximum;
     const float* o = state.o + r * run.o_stride;
-    float* to = run.tile.output + PlaceOf(run, r, run.width);
+    const DType dtype = run.tile.output[run.tile.row_begin + r / run.group].dtype;
+    std::byte* to = OutputOf(run, r);
     if (r + kRowsAhead < run.rows) {
-      FetchRow<true>(run.tile.output + PlaceOf(run, r + kRowsAhead, run.width), run.width);
+      FetchRow<true>(OutputOf(run, r + kRowsAhead), run.width * DTypeBytes(dtype));
     }
     const V share = hn::Set(d, factor / state.sum[r]);
     int64_t c = 0;
     for (; c + kLanes <= run.width; c += kLanes) {
-      hn::StoreU(hn::MulAdd(hn::LoadU(d, o + c), share, hn::Zero(d)), d, to + c);
+      const V x = hn::MulAdd(hn::LoadU(d, o + c), share, hn::Zero(d));
+      StoreAs(dtype, x, to + c * DTypeBytes(dtype));
     }
-    if (c < run.width) {
-      const V last = hn::MulAdd(hn::LoadU(d, o + c), share, hn::Zero(d));
-      hn::BlendedStore(last, hn::FirstN(d, static_cast<size_t>(run.width - c)), d, to + c);
-    }
+    if (c == run.width) continue;
+    HWY_ALIGN float last[kLanes];
+    hn::Store(hn::MulAdd(hn::LoadU(d, o + c), share, hn::Zero(d)), d, last);
+    for (int64_t i = c; i < run.width; ++i) StoreFloat(dtype, last[i - c], to, i);
   }
 }
 

@@ -25,10 +25,10 @@ struct AttentionTile {
   const AttendItem* item = nullptr;
   KvBlockLayout layout;
   const std::byte* kv_memory = nullptr;
-  const int64_t* blocks = nullptr;  // addresses of the item's blocks
-  const float* q = nullptr;         // the item's row 0: [rows, q_heads, head_dim]
-  float* output = nullptr;          // the item's row 0: [rows, q_heads, v_head_dim]
-  bool dot = false;                 // bf16 dot products (AttentionBatch::compute)
+  const int64_t* blocks = nullptr;    // addresses of the item's blocks
+  const float* q = nullptr;           // the item's row 0: [rows, q_heads, head_dim]
+  const OutputRow* output = nullptr;  // of the item's rows: [rows] -> [q_heads, v_head_dim]
+  bool dot = false;                   // bf16 dot products (AttentionBatch::compute)
   int kv_head = 0;
   int64_t row_begin = 0;  // query rows of the item: [row_begin, row_begin + query_rows)
   int64_t query_rows = 0;

@@ -98,22 +98,6 @@ void BatchRows::ReadKeys(InputRows AttendItem::*source, int64_t width, float* to
   Read(plan_.new_key_begin, 0, source, width, DType::kF32, true, reinterpret_cast<std::byte*>(to));
 }
 
-void BatchRows::Round(const float* from, int64_t width, std::byte* to) const {
-  ForRuns(pool_, plan_.row_begin, 0, width, [&](size_t, int64_t row, int64_t count) {
-    ConvertElements(isa_, DType::kF32, from + row * width, DType::kBF16,
-                    to + row * width * DTypeBytes(DType::kBF16), count * width);
-  });
-}
-
-void BatchRows::WriteOutputs(const float* from, int64_t width) const {
-  ForRuns(pool_, plan_.row_begin, 0, width, [&](size_t place, int64_t row, int64_t count) {
-    const AttendItem& item = items_[plan_.order[place]];
-    auto* to = static_cast<std::byte*>(item.output) +
-               (row - plan_.row_begin[place]) * width * DTypeBytes(item.output_dtype);
-    ConvertElements(isa_, DType::kF32, from + row * width, item.output_dtype, to, count * width);
-  });
-}
-
 int64_t BatchRows::QueryPosition(int64_t row) const {
   const size_t place = ItemOfRow(plan_.row_begin, row);
   return items_[plan_.order[place]].first_row + row - plan_.row_begin[place];

@@ -43,12 +43,6 @@ class BatchRows {
   // The same for all new keys.
   void ReadKeys(InputRows AttendItem::*source, int64_t width, float* to) const;
 
-  // Rounds [query rows, width] floats to BF16.
-  void Round(const float* from, int64_t width, std::byte* to) const;
-
-  // Converts [query rows, width] floats to the items' outputs.
-  void WriteOutputs(const float* from, int64_t width) const;
-
   // Absolute position of a query row and of a new key, by their places in plan order.
   int64_t QueryPosition(int64_t row) const;
   int64_t KeyPosition(int64_t key) const;

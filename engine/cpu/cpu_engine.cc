@@ -90,7 +90,7 @@ class CpuEngine final : public AttentionEngine {
     const bool known = layer >= 0 && layer < static_cast<int>(layers_.size());
     return known ? &layers_[static_cast<size_t>(layer)].spec : nullptr;
   }
-  absl::Status ReserveHeads(const BatchPlan& plan);
+  absl::Status ReserveHeads(const BatchRows& rows, const Layer* layer);
   absl::Status ReadProjected(const BatchRows& rows);
   absl::Status Project(const BatchRows& rows, Layer& layer);
   void TransformHeads(const BatchRows& rows, const Layer& layer);
@@ -109,10 +109,9 @@ class CpuEngine final : public AttentionEngine {
   MappedMemory input_;      // [input rows, d_model], those that are not of the products' dtype
   MappedMemory context_;    // [key rows, context_width] likewise, cross-attention only
   MappedMemory q_, k_, v_;  // float, as AttentionBatch wants them
-  MappedMemory attended_;   // float [query rows, q_heads, v_head_dim]
-  MappedMemory rounded_;    // the same as bf16, for a bf16 output product
-  std::vector<const void*> input_rows_, context_rows_, attended_rows_;
-  std::vector<OutputRow> q_rows_, k_rows_, v_rows_, output_rows_;
+  MappedMemory attended_;   // [query rows, q_heads, v_head_dim] as the output product reads it
+  std::vector<const void*> input_rows_, context_rows_, attended_inputs_;
+  std::vector<OutputRow> q_rows_, k_rows_, v_rows_, attended_rows_, output_rows_;
 
   Ticket ticket_ = 0;  // of the last Start
   StageTimes times_;
@@ -120,10 +119,11 @@ class CpuEngine final : public AttentionEngine {
 
 float* Floats(const MappedMemory& memory) { return reinterpret_cast<float*>(memory.data()); }
 
-// Rows of [count, width] floats as a product writes them.
-void PointTo(float* floats, int64_t count, int64_t width, std::vector<OutputRow>& rows) {
+// The rows of [count, width].
+void PointTo(std::byte* data, DType dtype, int64_t count, int64_t width,
+             std::vector<OutputRow>& rows) {
   rows.resize(static_cast<size_t>(count));
-  for (int64_t r = 0; r < count; ++r) rows[r] = {floats + r * width, DType::kF32};
+  for (int64_t r = 0; r < count; ++r) rows[r] = {data + r * width * DTypeBytes(dtype), dtype};
 }
 
 absl::Status CpuEngine::PackLayer(const LayerWeights& weights, DType compute, Layer& layer) {
@@ -169,7 +169,7 @@ absl::StatusOr<Ticket> CpuEngine::Start(const BatchPlan& plan, std::span<const A
   const BatchRows rows(plan, items, isa_, pool_);
   Layer* layer = plan.layer < 0 ? nullptr : &layers_[plan.layer];
   auto start = std::chrono::steady_clock::now();
-  RETURN_IF_ERROR(ReserveHeads(plan));
+  RETURN_IF_ERROR(ReserveHeads(rows, layer));
   if (layer == nullptr) {
     RETURN_IF_ERROR(ReadProjected(rows));
   } else {
@@ -185,18 +185,14 @@ absl::StatusOr<Ticket> CpuEngine::Start(const BatchPlan& plan, std::span<const A
                              .k = Floats(k_),
                              .v = Floats(v_),
                              .kv_memory = kv_memory_.data(),
-                             .output = Floats(attended_),
+                             .output = attended_rows_.data(),
                              .compute = layer == nullptr ? DType::kF32 : layer->attention_compute};
   if (plan.key_rows > 0) AppendKeys(isa_, batch, pool_);
   if (plan.query_rows > 0) Attend(isa_, batch, pool_);
   times_.attend_us = MicrosSince(start);
 
   start = std::chrono::steady_clock::now();
-  if (layer == nullptr) {
-    rows.WriteOutputs(Floats(attended_), plan.spec->output_width);
-  } else {
-    RETURN_IF_ERROR(ProjectOutput(rows, *layer));
-  }
+  if (layer != nullptr) RETURN_IF_ERROR(ProjectOutput(rows, *layer));
   times_.output_us = MicrosSince(start);
   return ++ticket_;
 }
@@ -209,13 +205,23 @@ absl::StatusOr<StageTimes> CpuEngine::Wait(Ticket ticket) {
   return times_;
 }
 
-absl::Status CpuEngine::ReserveHeads(const BatchPlan& plan) {
+// Memory for what lies between the products. Raw rows of attention are outputs already.
+absl::Status CpuEngine::ReserveHeads(const BatchRows& rows, const Layer* layer) {
+  const BatchPlan& plan = rows.plan();
   const AttentionSpec& spec = *plan.spec;
   constexpr int64_t kFloat = sizeof(float);
   RETURN_IF_ERROR(q_.Reserve(plan.query_rows * spec.q_heads * spec.head_dim * kFloat));
   RETURN_IF_ERROR(k_.Reserve(plan.key_rows * spec.kv_heads * spec.head_dim * kFloat));
   RETURN_IF_ERROR(v_.Reserve(plan.key_rows * spec.kv_heads * spec.v_head_dim * kFloat));
-  return attended_.Reserve(plan.query_rows * spec.q_heads * spec.v_head_dim * kFloat);
+  if (layer == nullptr) {
+    attended_rows_.resize(static_cast<size_t>(plan.query_rows));
+    rows.PointToOutputs(spec.output_width, attended_rows_.data());
+    return absl::OkStatus();
+  }
+  const DType dtype = layer->o->input_dtype();
+  RETURN_IF_ERROR(attended_.Reserve(plan.query_rows * layer->o->inner() * DTypeBytes(dtype)));
+  PointTo(attended_.data(), dtype, plan.query_rows, layer->o->inner(), attended_rows_);
+  return absl::OkStatus();
 }
 
 // Raw work: the caller projected.
@@ -251,9 +257,9 @@ absl::Status CpuEngine::Project(const BatchRows& rows, Layer& layer) {
                      input_rows_.data() + plan.query_rows);
     key_rows = input_rows_.data() + plan.key_row_offset;
   }
-  PointTo(Floats(q_), plan.query_rows, layer.q->columns(), q_rows_);
-  PointTo(Floats(k_), plan.key_rows, layer.k->columns(), k_rows_);
-  PointTo(Floats(v_), plan.key_rows, layer.v->columns(), v_rows_);
+  PointTo(q_.data(), DType::kF32, plan.query_rows, layer.q->columns(), q_rows_);
+  PointTo(k_.data(), DType::kF32, plan.key_rows, layer.k->columns(), k_rows_);
+  PointTo(v_.data(), DType::kF32, plan.key_rows, layer.v->columns(), v_rows_);
   const Product products[] = {{layer.q.get(), input_rows_.data(), q_rows_.data(), plan.query_rows},
                               {layer.k.get(), key_rows, k_rows_.data(), plan.key_rows},
                               {layer.v.get(), key_rows, v_rows_.data(), plan.key_rows}};
@@ -315,20 +321,11 @@ void CpuEngine::TransformHeads(const BatchRows& rows, const Layer& layer) {
 absl::Status CpuEngine::ProjectOutput(const BatchRows& rows, Layer& layer) {
   const int64_t query_rows = rows.plan().query_rows;
   if (query_rows == 0) return absl::OkStatus();
-  const int64_t inner = layer.o->inner();
-  const std::byte* input = attended_.data();
-  if (layer.o->input_dtype() == DType::kBF16) {
-    RETURN_IF_ERROR(rounded_.Reserve(query_rows * inner * DTypeBytes(DType::kBF16)));
-    rows.Round(Floats(attended_), inner, rounded_.data());
-    input = rounded_.data();
-  }
-  attended_rows_.resize(static_cast<size_t>(query_rows));
-  for (int64_t r = 0; r < query_rows; ++r) {
-    attended_rows_[r] = input + r * inner * DTypeBytes(layer.o->input_dtype());
-  }
+  attended_inputs_.resize(static_cast<size_t>(query_rows));
+  for (int64_t r = 0; r < query_rows; ++r) attended_inputs_[r] = attended_rows_[r].data;
   output_rows_.resize(static_cast<size_t>(query_rows));
   rows.PointToOutputs(layer.o->columns(), output_rows_.data());
-  const Product product{layer.o.get(), attended_rows_.data(), output_rows_.data(), query_rows};
+  const Product product{layer.o.get(), attended_inputs_.data(), output_rows_.data(), query_rows};
   return projector_.Run({&product, 1});
 }
 

@@ -20,16 +20,13 @@
 // clang-format on
 
 #if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3
+#include "engine/cpu/vector_kernels-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace attend {
 namespace HWY_NAMESPACE {
 namespace {
 
-namespace hn = hwy::HWY_NAMESPACE;
-
-using D = hn::ScalableTag<float>;
-using V = hn::Vec<D>;
-constexpr int kLanes = HWY_LANES(float);
 constexpr int kDimensions = 4;  // of a transposed piece
 
 // rows[j] = dimension j of kLanes tokens whose rows lie `stride` floats apart.
@@ -60,20 +57,9 @@ HWY_INLINE void LoadTransposed(const float* from, int64_t stride, V (&rows)[kDim
   rows[3] = hn::BitCast(d, hn::InterleaveUpper(wide, high01, high23));
 }
 
-// x rounded to bf16, in the upper halves of the lanes.
-HWY_INLINE auto RoundBF16(V x) {
-  const hn::RebindToUnsigned<D> du;
-  const auto bits = hn::BitCast(du, x);
-  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1));
-  const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7fff)), odd);
-  const auto quiet = hn::Or(bits, hn::Set(du, 0x400000));
-  const auto narrow = hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(x)), quiet, rounded);
-  return hn::And(narrow, hn::Set(du, 0xffff0000));
-}
 HWY_INLINE void StorePair(V low, V high, std::byte* to) {
-  const hn::RebindToUnsigned<D> du;
   const auto units = hn::Or(hn::ShiftRight<16>(RoundBF16(low)), RoundBF16(high));
-  hn::StoreU(units, du, reinterpret_cast<uint32_t*>(to));
+  hn::StoreU(units, U(), reinterpret_cast<uint32_t*>(to));
 }
 
 HWY_INLINE void StoreI8(V x, V scale, std::byte* to) {
@@ -118,7 +104,7 @@ void AppendKeysOfHead(const KvBlockLayout& layout, const HeadRows& rows, const f
   for (; token + kLanes <= rows.keys; token += kLanes) {
     const int64_t slot = rows.slot + token;
     for (int64_t i = token + kLanes; i < std::min(token + 2 * kLanes, rows.keys); ++i) {
-      FetchRow<false>(rows.k + i * rows.k_stride, depth);
+      FetchRow<false>(rows.k + i * rows.k_stride, depth * int64_t{sizeof(float)});
     }
     for (whole = 0; whole + kDimensions <= depth; whole += kDimensions) {
       V x[kDimensions];
@@ -159,7 +145,7 @@ void AppendPairs(const KvBlockLayout& layout, const HeadRows& rows, std::byte* v
     const bool both = slot % 2 == 0 && i + 1 < rows.keys;
     for (int64_t next = i + kTokensAhead; next < std::min(i + kTokensAhead + 2, rows.keys);
          ++next) {
-      FetchRow<false>(rows.v + next * rows.v_stride, width);
+      FetchRow<false>(rows.v + next * rows.v_stride, width * int64_t{sizeof(float)});
     }
     int64_t c = 0;
     for (; both && c + kLanes <= width; c += kLanes) {
@@ -184,7 +170,8 @@ void AppendValuesOfHead(const KvBlockLayout& layout, const HeadRows& rows, const
   for (int64_t i = 0; i < rows.keys; ++i) {
     const float* row = rows.v + i * rows.v_stride;
     std::byte* to = values + layout.ValueElement(rows.slot + i, 0);
-    if (i + kTokensAhead < rows.keys) FetchRow<false>(row + kTokensAhead * rows.v_stride, width);
+    if (i + kTokensAhead < rows.keys)
+      FetchRow<false>(row + kTokensAhead * rows.v_stride, width * int64_t{sizeof(float)});
     if (dtype != DType::kI8) {
       const CpuIsa isa = HWY_TARGET == HWY_AVX3 ? CpuIsa::kAvx512 : CpuIsa::kAvx2;
       ConvertElements(isa, DType::kF32, row, dtype, to, width);

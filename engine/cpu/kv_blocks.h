@@ -8,6 +8,7 @@
 // knows about numbers.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "engine/kv_geometry.h"
@@ -59,9 +60,11 @@ struct KvBlockLayout {
 // between a head's rows, so that no hardware does it, and a row is done before the next one
 // arrives.
 template <bool kForWriting>
-inline void FetchRow(const float* row, int64_t width) {
-  constexpr int64_t kLine = 16;
-  for (int64_t i = 0; i < width; i += kLine) __builtin_prefetch(row + i, kForWriting, 3);
+inline void FetchRow(const void* row, int64_t bytes) {
+  constexpr int64_t kLine = 64;
+  for (int64_t i = 0; i < bytes; i += kLine) {
+    __builtin_prefetch(static_cast<const std::byte*>(row) + i, kForWriting, 3);
+  }
 }
 
 }  // namespace attend

@@ -135,23 +135,23 @@ TileRun StartTile(const AttentionTile& tile) {
 // Rows of queries and of outputs that are fetched ahead.
 constexpr int64_t kRowsAhead = 12;
 
-// Where row r lies in [rows, q_heads, width] of the item.
-HWY_INLINE int64_t PlaceOf(const TileRun& run, int64_t r, int64_t width) {
+const float* QueryOf(const TileRun& run, int64_t r) {
+  const AttentionSpec& spec = *run.tile.spec;
   const int64_t row = run.tile.row_begin + r / run.group;
   const int64_t head = run.tile.kv_head * run.group + r % run.group;
-  return (row * run.tile.spec->q_heads + head) * width;
+  return run.tile.q + (row * spec.q_heads + head) * spec.head_dim;
 }
 
 void LoadQueries(const TileRun& run) {
-  const int64_t depth = run.tile.spec->head_dim;
+  const int64_t bytes = run.tile.spec->head_dim * kFloatBytes;
   for (int64_t r = 0; r < std::min(kRowsAhead, run.rows); ++r) {
-    FetchRow<false>(run.tile.q + PlaceOf(run, r, depth), depth);
+    FetchRow<false>(QueryOf(run, r), bytes);
   }
   for (int64_t r = 0; r < run.rows; ++r) {
     if (r + kRowsAhead < run.rows) {
-      FetchRow<false>(run.tile.q + PlaceOf(run, r + kRowsAhead, depth), depth);
+      FetchRow<false>(QueryOf(run, r + kRowsAhead), bytes);
     }
-    StoreQuery(run, run.tile.q + PlaceOf(run, r, depth), run.q + r * run.q_stride);
+    StoreQuery(run, QueryOf(run, r), run.q + r * run.q_stride);
   }
 }
 

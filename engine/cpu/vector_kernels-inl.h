@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Vector arithmetic of the attention tile, compiled once per instruction set: exp, tanh, and the
+// Vector arithmetic of the attention stage, compiled once per instruction set: exp, tanh, and the
 // register tile of both products (scores = Q K^T, output += P V), in fp32 or bf16 dot products.
-// Included by attention_tile.cc and its parts only. Every sum runs over one fixed ascending index
-// per output element, so an element's bits do not depend on the shape of its tile. Each multiply
-// that feeds an addition is an explicit fused one, leaving the compiler nothing to contract.
+// Included by attention_tile.cc, its parts and kv_append.cc only. Every sum runs over one fixed
+// ascending index per output element, so an element's bits do not depend on the shape of its tile.
+// Each multiply that feeds an addition is an explicit fused one, leaving the compiler nothing to
+// contract.
 #if defined(ATTEND_VECTOR_KERNELS_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef ATTEND_VECTOR_KERNELS_INL_H
 #undef ATTEND_VECTOR_KERNELS_INL_H
@@ -15,6 +16,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "engine/util/dtype.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -252,7 +254,31 @@ void ProductStrip(int rows, int vectors, const Factors& factors, const float* sc
   });
 }
 
-// Stores x rounded to kLanes consecutive bf16 numbers at to[0 .. kLanes / 2).
+// x rounded to bf16 as engine/util/dtype.h does, in the upper halves of the lanes.
+HWY_INLINE hn::Vec<U> RoundBF16(V x) {
+  const U u;
+  const auto bits = hn::BitCast(u, x);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(u, 1));
+  const auto rounded = hn::Add(hn::Add(bits, hn::Set(u, 0x7fff)), odd);
+  const auto quiet = hn::Or(bits, hn::Set(u, 0x400000));
+  const auto narrow = hn::IfThenElse(hn::RebindMask(u, hn::IsNaN(x)), quiet, rounded);
+  return hn::And(narrow, hn::Set(u, kHighHalf));
+}
+
+// Stores x as kLanes elements of F32, F16 or BF16, with the bits of engine/util/dtype.h.
+HWY_INLINE void StoreAs(DType dtype, V x, std::byte* to) {
+  if (dtype == DType::kF32) return hn::StoreU(x, D(), reinterpret_cast<float*>(to));
+  if (dtype == DType::kF16) {
+    const hn::Rebind<hwy::float16_t, D> half;
+    return hn::StoreU(hn::DemoteTo(half, x), half, reinterpret_cast<hwy::float16_t*>(to));
+  }
+  const hn::Rebind<uint16_t, D> narrow;
+  const hn::Rebind<int32_t, D> whole;
+  const auto high = hn::BitCast(whole, hn::ShiftRight<16>(RoundBF16(x)));
+  hn::StoreU(hn::DemoteTo(narrow, high), narrow, reinterpret_cast<uint16_t*>(to));
+}
+
+// Stores x rounded, denormals to 0, to kLanes consecutive bf16 numbers at to[0 .. kLanes / 2).
 #if HWY_TARGET == HWY_AVX3
 HWY_INLINE void StoreBF16(V x, float* to) {
   __m256i narrow;

@@ -47,30 +47,6 @@ AttendItem MakeItem(Sequence& sequence, int64_t begin_row, int64_t end_row,
   return item;
 }
 
-// Rows of `width` values as blocks of the dtype hold them: rounded, or for I8 integers times a
-// scale.
-void RoundRows(DType dtype, int width, std::vector<float>& values) {
-  for (size_t begin = 0; begin < values.size(); begin += static_cast<size_t>(width)) {
-    float* row = values.data() + begin;
-    float most = 0;
-    bool finite = true;
-    for (int i = 0; i < width; ++i) {
-      finite &= std::isfinite(row[i]);
-      most = std::max(most, std::abs(row[i]));
-    }
-    for (int i = 0; i < width; ++i) {
-      unsigned char bytes[4];
-      const float scale = finite ? most / 127 : kNan;
-      if (dtype == DType::kI8) {
-        row[i] = scale == 0 ? 0 : std::nearbyint(row[i] / scale) * scale;
-      } else {
-        StoreFloat(dtype, row[i], bytes, 0);
-        row[i] = LoadFloat(dtype, bytes, 0);
-      }
-    }
-  }
-}
-
 // Softmax attention of one row and head, in double; `bound` holds
 // what float32 rounding may add: one epsilon per term of each sum, scores through the exponential.
 struct ReferenceRow {
@@ -155,6 +131,28 @@ ReferenceRow Reference(const AttentionSpec& spec, const Sequence& sequence, DTyp
 
 }  // namespace
 
+void RoundRows(DType dtype, int width, std::vector<float>& values) {
+  for (size_t begin = 0; begin < values.size(); begin += static_cast<size_t>(width)) {
+    float* row = values.data() + begin;
+    float most = 0;
+    bool finite = true;
+    for (int i = 0; i < width; ++i) {
+      finite &= std::isfinite(row[i]);
+      most = std::max(most, std::abs(row[i]));
+    }
+    for (int i = 0; i < width; ++i) {
+      unsigned char bytes[4];
+      const float scale = finite ? most / 127 : kNan;
+      if (dtype == DType::kI8) {
+        row[i] = scale == 0 ? 0 : std::nearbyint(row[i] / scale) * scale;
+      } else {
+        StoreFloat(dtype, row[i], bytes, 0);
+        row[i] = LoadFloat(dtype, bytes, 0);
+      }
+    }
+  }
+}
+
 void AttentionKernelTest::Run(const AttentionSpec& spec, DType kv_dtype,
                               std::vector<Sequence>& sequences, int workers, int64_t piece_rows) {
   WorkerPool pool(workers);
@@ -202,11 +200,21 @@ void AttentionKernelTest::Run(const AttentionSpec& spec, DType kv_dtype,
       append(v, owners[index]->v, item.cached_keys, item.new_keys, spec.kv_heads * spec.v_head_dim);
     }
     std::vector<float> output(plan->query_rows * spec.output_width, kNan);
-    const AttentionBatch batch{&*plan,        items,    q.data(),
-                               k.data(),      v.data(), static_cast<std::byte*>(memory),
-                               output.data(), compute_};
+    // Rows in F16 and BF16 lie where their floats will.
+    std::vector<OutputRow> rows(plan->query_rows);
+    for (int64_t r = 0; r < plan->query_rows; ++r) {
+      rows[r] = {output.data() + r * spec.output_width, output_dtype_};
+    }
+    const AttentionBatch batch{&*plan,      items,    q.data(),
+                               k.data(),    v.data(), static_cast<std::byte*>(memory),
+                               rows.data(), compute_};
     AppendKeys(GetParam(), batch, pool);
     Attend(GetParam(), batch, pool);
+    for (const OutputRow& row : rows) {
+      std::vector<float> floats(spec.output_width);
+      for (int64_t i = 0; i < spec.output_width; ++i) floats[i] = LoadFloat(row.dtype, row.data, i);
+      std::copy(floats.begin(), floats.end(), static_cast<float*>(row.data));
+    }
     for (int p = 0; p < plan->items(); ++p) {
       std::copy(output.begin() + plan->row_begin[p] * spec.output_width,
                 output.begin() + plan->row_begin[p + 1] * spec.output_width,

@@ -91,13 +91,18 @@ class AttentionKernelTest : public testing::TestWithParam<CpuIsa> {
     return {DType::kBF16, DType::kI8};
   }
 
-  DType compute_ = DType::kF32;  // of the following runs
+  // Of the following runs.
+  DType compute_ = DType::kF32;
+  DType output_dtype_ = DType::kF32;
 
   static constexpr int kSeed = 20240611;
   std::mt19937 random_{kSeed};
 };
 
 inline constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kI8};
+
+// Rows of `width` values as the dtype holds them: rounded, or for I8 integers times a scale.
+void RoundRows(DType dtype, int width, std::vector<float>& values);
 
 // Compares outputs and asked weights of all rows with the reference, within the rounding of
 // float32 and, with `compute` BF16, of queries and weights to bf16.

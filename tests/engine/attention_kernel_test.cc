@@ -237,6 +237,28 @@ TEST_P(AttentionKernelTest, NanInAQuerySpoilsItsOwnRowAndHeadOnly) {
   }
 }
 
+TEST_P(AttentionKernelTest, OutputsAreRoundedOnceToTheirDType) {
+  for (const int width : {5, 16, 40, 64}) {
+    const AttentionSpec spec = MakeSpec(4, 2, 32, width);
+    std::vector<Sequence> sequences{MakeSequence(spec, 21, 70), MakeSequence(spec, 1, 3)};
+    sequences[0].v[3] = kNan;
+    sequences[1].v[0] = 1e30f;  // beyond F16
+    output_dtype_ = DType::kF32;
+    Run(spec, DType::kF32, sequences);
+    for (const DType dtype : {DType::kF16, DType::kBF16}) {
+      std::vector<Sequence> rounded = sequences;
+      output_dtype_ = dtype;
+      Run(spec, DType::kF32, rounded);
+      for (size_t s = 0; s < sequences.size(); ++s) {
+        std::vector<float> expected = sequences[s].output;
+        RoundRows(dtype, width, expected);
+        ASSERT_TRUE(SameFloats(rounded[s].output, expected))
+            << DTypeName(dtype) << " of " << width << " elements";
+      }
+    }
+  }
+}
+
 TEST_P(AttentionKernelTest, ARowWithoutAVisibleKeyIsZero) {
   for (bool sinks : {false, true}) {
     AttentionSpec spec = MakeSpec(2, 1, 8, 8);
