@@ -43,6 +43,17 @@ struct AppendTask {
   int64_t keys;
 };
 
+// Calls run(task) for every block that the item appends to.
+template <class Run>
+void ForAppends(const AttentionBatch& batch, int plan_index, const Run& run) {
+  const AttendItem& item = ItemAt(batch, plan_index);
+  for (int64_t key = item.cached_keys; key < item.keys();) {
+    const int64_t end = std::min(item.keys(), (key / kBlockTokens + 1) * kBlockTokens);
+    run(AppendTask{plan_index, key, end - key});
+    key = end;
+  }
+}
+
 void AppendToBlock(CpuIsa isa, const AttentionBatch& batch, const AppendTask& task, int head_begin,
                    int head_end) {
   const AttendItem& item = ItemAt(batch, task.plan_index);
@@ -93,6 +104,7 @@ std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, bool dot, i
     AttentionTile tile;
     tile.spec = &spec;
     tile.item = &item;
+    tile.plan_index = p;
     tile.layout = LayoutOf(batch, item);
     tile.kv_memory = batch.kv_memory;
     tile.dot = dot;
@@ -100,6 +112,7 @@ std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, bool dot, i
     tile.q = batch.q + plan.row_begin[p] * spec.q_heads * spec.head_dim;
     tile.output = batch.output + plan.row_begin[p];
     const int64_t step = TileQueryRows(item.rows, spec.group_size(), wanted_rows);
+    tile.brings_keys = step >= item.rows && item.cached_keys == 0 && item.keys() <= kSegmentKeys;
     for (tile.row_begin = 0; tile.row_begin < item.rows; tile.row_begin += step) {
       tile.query_rows = std::min(step, item.rows - tile.row_begin);
       tile.keys = VisibleToAny(spec, item, tile.row_begin, tile.query_rows);
@@ -155,23 +168,23 @@ TileTasks MakeTasks(const std::vector<AttentionTile>& tiles, int workers) {
   return made;
 }
 
-}  // namespace
-
-void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) {
+// Appends the keys that no tile brings.
+void AppendKeys(CpuIsa isa, const AttentionBatch& batch, const std::vector<AttentionTile>& tiles,
+                WorkerPool& pool) {
+  std::vector<bool> brought(static_cast<size_t>(batch.plan->items()));
+  for (const AttentionTile& tile : tiles) brought[tile.plan_index] = tile.brings_keys;
   std::vector<AppendTask> tasks;
+  int64_t keys = 0;
   for (int p = 0; p < batch.plan->items(); ++p) {
-    const AttendItem& item = ItemAt(batch, p);
-    for (int64_t key = item.cached_keys; key < item.keys();) {
-      const int64_t end = std::min(item.keys(), (key / kBlockTokens + 1) * kBlockTokens);
-      tasks.push_back({p, key, end - key});
-      key = end;
-    }
+    if (brought[p]) continue;
+    ForAppends(batch, p, [&](const AppendTask& task) { tasks.push_back(task); });
+    keys += ItemAt(batch, p).new_keys;
   }
   // Heads apart where blocks alone would not keep all workers busy to the end.
   const int heads = batch.plan->spec->kv_heads;
   const auto blocks = static_cast<int64_t>(tasks.size());
-  const bool apart = blocks < kAppendsPerWorker * pool.workers() &&
-                     batch.plan->key_rows > blocks * kAppendsPerWorker;
+  const bool apart =
+      blocks < kAppendsPerWorker * pool.workers() && keys > blocks * kAppendsPerWorker;
   if (!apart) {
     pool.ParallelFor(blocks,
                      [&](int64_t task, int) { AppendToBlock(isa, batch, tasks[task], 0, heads); });
@@ -183,9 +196,12 @@ void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) {
   });
 }
 
-void Attend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) {
+}  // namespace
+
+void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) {
   const TileFunctions& functions = TileFunctionsFor(isa);
   const std::vector<AttentionTile> tiles = CutIntoTiles(batch, UsesDot(isa, batch), pool.workers());
+  AppendKeys(isa, batch, tiles, pool);
   const TileTasks made = MakeTasks(tiles, pool.workers());
   float* states = nullptr;
   if (made.state_floats > 0) {
@@ -195,6 +211,11 @@ void Attend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) {
   pool.ParallelFor(static_cast<int64_t>(made.tasks.size()), [&](int64_t index, int) {
     const TileTask& task = made.tasks[index];
     const AttentionTile& tile = tiles[task.tile];
+    if (tile.brings_keys) {
+      ForAppends(batch, tile.plan_index, [&](const AppendTask& keys) {
+        AppendToBlock(isa, batch, keys, tile.kv_head, tile.kv_head + 1);
+      });
+    }
     if (task.segment < 0) {
       functions.attend(tile);
     } else {

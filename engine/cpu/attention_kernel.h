@@ -39,11 +39,9 @@ struct AttentionBatch {
   DType compute = DType::kF32;
 };
 
-// Rounds or quantises k and v to plan->kv_dtype and writes them to their places in the blocks.
-void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool);
-
-// Attends all query rows; writes `output` and the asked attention weights. After AppendKeys.
-void Attend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool);
+// Rounds or quantises k and v to plan->kv_dtype and writes them to their places in the blocks, then
+// attends all query rows: writes `output` and the asked attention weights.
+void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool);
 
 // Rows between a block layout and canonical [keys, kv_heads, dim] order, in the geometry's dtype,
 // without conversion. `canonical` holds K rows, then V rows, for I8 then the scales of keys and of

@@ -29,6 +29,10 @@ struct AttentionTile {
   const float* q = nullptr;           // the item's row 0: [rows, q_heads, head_dim]
   const OutputRow* output = nullptr;  // of the item's rows: [rows] -> [q_heads, v_head_dim]
   bool dot = false;                   // bf16 dot products (AttentionBatch::compute)
+  int plan_index = 0;                 // of the item
+  // All keys of its head are the batch's, and no other tile reads them: whoever attends the tile
+  // appends them first, and finds them in the nearest cache.
+  bool brings_keys = false;
   int kv_head = 0;
   int64_t row_begin = 0;  // query rows of the item: [row_begin, row_begin + query_rows)
   int64_t query_rows = 0;

@@ -187,8 +187,7 @@ absl::StatusOr<Ticket> CpuEngine::Start(const BatchPlan& plan, std::span<const A
                              .kv_memory = kv_memory_.data(),
                              .output = attended_rows_.data(),
                              .compute = layer == nullptr ? DType::kF32 : layer->attention_compute};
-  if (plan.key_rows > 0) AppendKeys(isa_, batch, pool_);
-  if (plan.query_rows > 0) Attend(isa_, batch, pool_);
+  AppendAndAttend(isa_, batch, pool_);
   times_.attend_us = MicrosSince(start);
 
   start = std::chrono::steady_clock::now();

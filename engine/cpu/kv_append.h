@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Writes new keys and values into blocks: rounded or quantised to the blocks' dtype, transposed and
-// interleaved as KvBlockLayout says. AppendKeys calls it, once per block and head.
+// interleaved as KvBlockLayout says. attention_kernel.cc calls it, once per block and head.
 #pragma once
 
 #include <cstddef>

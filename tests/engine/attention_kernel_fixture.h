@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Harness of the CPU attention stage's tests: runs sequences of raw queries, keys and values
-// through AppendKeys and Attend, and knows what a textbook softmax in double gives for them.
+// through AppendAndAttend, and knows what a textbook softmax in double gives for them.
 #pragma once
 
 #include <gtest/gtest.h>
