@@ -17,6 +17,7 @@ struct Strip256 {
   static constexpr int kVectors = 2;
   static constexpr int kLanes = 8;
 
+  ATTEND_GEMM_INLINE __m256 Load(const float* from) { return _mm256_loadu_ps(from); }
   ATTEND_GEMM_INLINE void Store(DType dtype, __m256 value, void* to) {
     if (dtype == DType::kF32) return _mm256_storeu_ps(static_cast<float*>(to), value);
     __m128i half;

@@ -12,6 +12,7 @@ struct Strip512 {
   static constexpr int kVectors = 4;
   static constexpr int kLanes = 16;
 
+  ATTEND_GEMM_INLINE __m512 Load(const float* from) { return _mm512_loadu_ps(from); }
   ATTEND_GEMM_INLINE void Store(DType dtype, __m512 value, void* to) {
     if (dtype == DType::kF32) return _mm512_storeu_ps(to, value);
     __m256i half;

@@ -40,28 +40,50 @@ struct Block {
 template <class Unit>
 constexpr int64_t kGroupBytes = Unit::kVectors* Unit::kLanes * 4;
 
+// Results of `rows` rows, [rows][kVectors * kLanes], to where they go.
+template <class Unit>
+[[gnu::noinline]] void StoreRows(const GemmStrip& strip, int64_t row, int rows,
+                                 const float* results) {
+  for (int r = 0; r < rows; ++r) {
+    const OutputRow& y = strip.y[row + r];
+    auto* to = static_cast<std::byte*>(y.data) + strip.y_column * DTypeBytes(y.dtype);
+    const float* from = results + r * Unit::kVectors * Unit::kLanes;
+    int64_t c = 0;
+    for (; c + Unit::kLanes <= strip.columns; c += Unit::kLanes) {
+      Unit::Store(y.dtype, Unit::Load(from + c), to + c * DTypeBytes(y.dtype));
+    }
+    for (; c < strip.columns; ++c) StoreFloat(y.dtype, from[c], to, c);
+  }
+}
+
+// Whole strips of float rows, the common case, go straight to y.
 template <class Unit, int kRows, int kUsed>
 ATTEND_GEMM_INLINE void WriteTile(const Block& block, int64_t row,
                                   const typename Unit::Sum (&sum)[kRows][kUsed]) {
   const GemmStrip& strip = *block.strip;
+  float* to[kRows];
+  bool direct = strip.columns == kUsed * Unit::kLanes;
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
     const OutputRow& y = strip.y[row + r];
-    auto* to = static_cast<std::byte*>(y.data) + strip.y_column * DTypeBytes(y.dtype);
+    direct = direct && y.dtype == DType::kF32;
+    to[r] = static_cast<float*>(y.data) + strip.y_column;
+  }
+  constexpr int64_t kColumns = Unit::kVectors * Unit::kLanes;
+  float results[kRows * kColumns];
+  if (!direct) {
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) to[r] = results + r * kColumns;
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < kUsed; ++v) {
       const int64_t column = v * Unit::kLanes;
-      const auto value = Unit::Finish(strip, row + r, column, sum[r][v]);
-      const int64_t left = strip.columns - column;
-      if (left >= Unit::kLanes) {
-        Unit::Store(y.dtype, value, to + column * DTypeBytes(y.dtype));
-      } else if (left > 0) {
-        float end[Unit::kLanes];
-        Unit::Store(DType::kF32, value, end);
-        for (int64_t c = 0; c < left; ++c) StoreFloat(y.dtype, end[c], to, column + c);
-      }
+      Unit::Store(DType::kF32, Unit::Finish(strip, row + r, column, sum[r][v]), to[r] + column);
     }
   }
+  if (!direct) StoreRows<Unit>(strip, row, kRows, results);
 }
 
 // One group, `element` of its block; x[r][i] belongs to it. A Unit that widens leaves the block's

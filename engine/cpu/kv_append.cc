@@ -9,8 +9,6 @@
 #include <cstring>
 #include <limits>
 
-#include "engine/cpu/row_convert.h"
-
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "engine/cpu/kv_append.cc"
 #include "engine/cpu/simd_targets.h"
@@ -116,11 +114,11 @@ void AppendKeysOfHead(const KvBlockLayout& layout, const HeadRows& rows, const f
       }
       for (int j = 0; j < kDimensions; ++j) {
         std::byte* to = keys + layout.KeyElement(whole + j, slot);
-        if (dtype == DType::kF32) hn::StoreU(x[j], d, reinterpret_cast<float*>(to));
-        if (dtype == DType::kI8) StoreI8(x[j], hn::LoadU(d, scales + token), to);
-        if (dtype != DType::kF16) continue;
-        const hn::Rebind<hwy::float16_t, D> half;
-        hn::StoreU(hn::DemoteTo(half, x[j]), half, reinterpret_cast<hwy::float16_t*>(to));
+        if (dtype == DType::kI8) {
+          StoreI8(x[j], hn::LoadU(d, scales + token), to);
+        } else {
+          StoreAs(dtype, x[j], to);
+        }
       }
     }
   }
@@ -172,16 +170,16 @@ void AppendValuesOfHead(const KvBlockLayout& layout, const HeadRows& rows, const
     std::byte* to = values + layout.ValueElement(rows.slot + i, 0);
     if (i + kTokensAhead < rows.keys)
       FetchRow<false>(row + kTokensAhead * rows.v_stride, width * int64_t{sizeof(float)});
-    if (dtype != DType::kI8) {
-      const CpuIsa isa = HWY_TARGET == HWY_AVX3 ? CpuIsa::kAvx512 : CpuIsa::kAvx2;
-      ConvertElements(isa, DType::kF32, row, dtype, to, width);
-      continue;
-    }
     int64_t c = 0;
     for (; c + kLanes <= width; c += kLanes) {
-      StoreI8(hn::LoadU(d, row + c), hn::Set(d, scales[i]), to + c);
+      const V x = hn::LoadU(d, row + c);
+      if (dtype == DType::kI8) {
+        StoreI8(x, hn::Set(d, scales[i]), to + c);
+      } else {
+        StoreAs(dtype, x, to + c * DTypeBytes(dtype));
+      }
     }
-    for (; c < width; ++c) StoreElement(dtype, row[c], scales[i], to + c);
+    for (; c < width; ++c) StoreElement(dtype, row[c], scales[i], to + c * DTypeBytes(dtype));
   }
 }
 
