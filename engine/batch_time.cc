@@ -61,7 +61,16 @@ double StageTime::PredictUs(double units, double flops) const {
 }
 
 void StageTime::Observe(double units, double flops, bool many_rows, double us) {
-  if (flops <= 0 || (!many_rows && units < kLeastUnits)) return;
+  if (flops <= 0) return;
+  Learn(units, flops, many_rows, us);
+  // Neither part alone takes longer than the whole. After an interrupted batch rates are far too
+  // high and chunks too small to be many rows: this is what brings them back.
+  us_per_flop_ = std::min(us_per_flop_, us / flops);
+  if (units > 0) us_per_unit_ = std::min(us_per_unit_, us / units);
+}
+
+void StageTime::Learn(double units, double flops, bool many_rows, double us) {
+  if (!many_rows && units < kLeastUnits) return;
   // What the other rate explains is not counted again; a quarter is left to the rate that is
   // measured here, whatever the other one claims.
   if (many_rows && !flops_known_) {

@@ -41,6 +41,8 @@ class StageTime {
   bool flops_known() const { return flops_known_; }
 
  private:
+  void Learn(double units, double flops, bool many_rows, double us);
+
   double us_per_unit_ = 0;
   double us_per_flop_ = 1e-5;  // until measured: about two CPU cores in fp32
   bool units_known_ = false;

@@ -167,6 +167,21 @@ TEST(BatchTimeTest, FollowsAMachineThatBecomesSlowerAndForgivesASingleHiccup) {
   EXPECT_NEAR(time.PredictUs(work), 3000, 60);
 }
 
+TEST(BatchTimeTest, SmallChunksAfterAnInterruptedBatchBringTheRateBack) {
+  const AttentionSpec spec = Layer(1024, 16, 16, 64);
+  const Machine machine{20000, 500000, 40000, 200000};
+  BatchTime time;
+  for (int i = 0; i < 20; ++i) Measure(machine, Work(spec, 256, 2000), time);
+  for (int i = 0; i < 5; ++i) time.Observe(Work(spec, 48, 2000), 1e5, {60000, 40000, 0});
+  int64_t rows = 0;
+  for (int i = 0; i < 40; ++i) {
+    rows =
+        MostRows(2048, [&](int64_t most) { return time.PredictUs(Work(spec, most, 2000)) < 5000; });
+    Measure(machine, Work(spec, std::max<int64_t>(rows, 1), 2000), time);
+  }
+  EXPECT_GE(rows, 64) << "86 take 5000 us";
+}
+
 TEST(BatchTimeTest, DoesWithoutStageTimesAndWithoutWork) {
   const AttentionSpec spec = Layer(768, 12, 12, 64);
   const BatchWork work = Work(spec, 128, 500);
