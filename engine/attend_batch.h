@@ -48,6 +48,7 @@ struct ResolvedJob {
   DType kv_dtype = DType::kF32;
   std::vector<Session*> sessions;  // [sequences] null = stateless
   std::vector<int> places;         // [sequences] index of the layer in the session
+  bool few_rows = false;           // of each sequence: never cut for time
 
   KvGeometry geometry() const { return GeometryOf(*spec, kv_dtype); }
   bool SameBatch(const ResolvedJob& other) const {
@@ -80,7 +81,6 @@ struct AttendBatch {
   BatchShare whole;           // what its first job found
   BatchShare room;            // left
   BatchTime* time = nullptr;  // of its kind of layer
-  bool any_time = false;      // the job that is being added may take any time
   BatchWork work;
   int64_t launched_us = 0;
   std::optional<Ticket> ticket;

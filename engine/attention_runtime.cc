@@ -255,7 +255,10 @@ absl::Status AttentionRuntime::Await(AttendBatch& batch) {
     return EngineFault("engine fault: " + std::string(cache_.engine_status().message()));
   }
   if (!batch.launched()) return absl::OkStatus();
-  if (batch.any_time) recent_.few_rows_batch_us = double(took(batch.launched_us));
+  if (std::all_of(batch.members.begin(), batch.members.end(),
+                  [&](size_t i) { return batch.resolved[i].few_rows; })) {
+    recent_.few_rows_batch_us = double(took(batch.launched_us));
+  }
   batch.time->Observe(batch.work, double(std::max<int64_t>(1, took(batch.launched_us))), stages);
   engine_free_us_ = now;
   return absl::OkStatus();

@@ -155,10 +155,10 @@ BatchShare AttentionRuntime::ShareOf(const AttendItem& item, const ResolvedJob& 
 // Adds what fits of the job to the batch. kEnded with OK: all of it is in.
 BatchOutcome::Job AttentionRuntime::AddJob(size_t index, AttendBatch& batch) {
   AttendJob& job = *batch.jobs[index];
-  const ResolvedJob& resolved = batch.resolved[index];
+  ResolvedJob& resolved = batch.resolved[index];
+  const bool few_rows = resolved.few_rows = FewRows(job);
   BatchOutcome::Job result;
   BatchTime& time = TimeOf(resolved);
-  const bool few_rows = FewRows(job);
   BatchWork left = WorkLeft(job, resolved);
   if (!batch.items.empty() && !few_rows) {
     BatchWork beside = left;
@@ -183,7 +183,6 @@ BatchOutcome::Job AttentionRuntime::AddJob(size_t index, AttendBatch& batch) {
     batch.time = &time;
     batch.whole = batch.room = WholeBatch(job, resolved, time, left);
   }
-  batch.any_time = few_rows;
   const int64_t tokens_before = batch.outcome.tokens;
   bool complete = true;
   for (size_t s = 0; s < job.sequences.size() && complete; ++s) {
@@ -246,7 +245,7 @@ int64_t AttentionRuntime::ChunkRows(const AttendJob& job, size_t index, const Re
   const bool known = batch.time->Known(WorkOf(*resolved.spec, resolved.kv_dtype, whole));
   const int64_t rows = MostRows(std::max(whole.rows, whole.new_keys), [&](int64_t most) {
     BatchShare share = ShareOf(NextItem(job, index, resolved, most), resolved, *batch.time);
-    if (batch.any_time || (!known && most <= StageTime::kManyRows)) share.us = 0;
+    if (resolved.few_rows || (!known && most <= StageTime::kManyRows)) share.us = 0;
     return share.Within(batch.room);
   });
   if (batch.items.empty()) return std::max<int64_t>(1, rows);
@@ -275,7 +274,7 @@ bool AttentionRuntime::AddChunk(size_t index, size_t sequence_index, AttendBatch
     return true;
   }
   BatchShare share = ShareOf(item, resolved, *batch.time);
-  if (batch.any_time) share.us = 0;
+  if (resolved.few_rows) share.us = 0;
   if (!share.Within(batch.room)) {
     if (!batch.items.empty() && share.Within(batch.whole)) return false;
     const int64_t rows = ChunkRows(job, sequence_index, resolved, batch);

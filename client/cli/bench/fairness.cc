@@ -31,10 +31,9 @@ class PrefillWorker final : public LoadWorker {
 
  private:
   client::Result<void> Prepare() override {
-    auto session = Make([&] { return client_->OpenSession(SessionRequest(bench_)); });
+    auto session = OpenSession();
     if (!session.ok()) return session.error();
     session_ = *std::move(session);
-    Count([](LoadStats& stats) { ++stats.sessions_opened; });
     for (int64_t i = 0; i < bench_.flags.warmup && !bench_.control->stopped(); ++i) {
       if (const auto error = Prefill(Kind::kPrefill, kPromptPiece)) return *error;
     }
@@ -117,10 +116,9 @@ class AppendWorker final : public LoadWorker {
 
  private:
   client::Result<void> Prepare() override {
-    auto session = Make([&] { return client_->OpenSession(SessionRequest(bench_)); });
+    auto session = OpenSession();
     if (!session.ok()) return session.error();
     session_ = *std::move(session);
-    Count([](LoadStats& stats) { ++stats.sessions_opened; });
     prompt_ = DrawLength();
     const v1::Layer& layer = bench_.layers.front();
     const auto answer = Make(

@@ -41,12 +41,11 @@ class SessionWorker final : public LoadWorker {
   }
 
   client::Result<void> Open(Conversation& conversation) {
-    auto opened = Make([&] { return client_->OpenSession(SessionRequest(bench_)); });
+    auto opened = OpenSession();
     if (!opened.ok()) {
       CountError(opened.error());
       return opened.error();
     }
-    Count([](LoadStats& stats) { ++stats.sessions_opened; });
     conversation = {.session = *std::move(opened), .prompted = false, .steps = 0};
     return {};
   }

@@ -164,6 +164,12 @@ void LoadWorker::PauseAfter(const client::Error& error) const {
   bench_.control->SleepUntil(Clock::now() + pause);
 }
 
+client::Result<client::Session> LoadWorker::OpenSession() {
+  auto session = Make([&] { return client_->OpenSession(SessionRequest(bench_)); });
+  if (session.ok()) Count([](LoadStats& stats) { ++stats.sessions_opened; });
+  return session;
+}
+
 v1::OpenSessionRequest SessionRequest(const Bench& bench) {
   v1::OpenSessionRequest request;
   request.set_model(bench.model);

@@ -46,6 +46,9 @@ class LoadWorker {
   client::TensorView RowsView(int64_t rows) const;
   int64_t DrawLength();
 
+  // A session of the load's layers, counted when it opens.
+  client::Result<client::Session> OpenSession();
+
   // Every call of the server: returns what `call` returns.
   template <typename Call>
   auto Make(Call call) {
@@ -101,7 +104,7 @@ std::unique_ptr<LoadWorker> MakeIdleWorker(const Bench& bench, int64_t index);
 // Worker 0 prefills, the others append.
 std::unique_ptr<LoadWorker> MakeFairnessWorker(const Bench& bench, int64_t index);
 
-// A session of the load's layers.
+// What opens a session of the load's layers.
 v1::OpenSessionRequest SessionRequest(const Bench& bench);
 // How a session's calls of `layer` differ from the default.
 client::AttendOptions SessionOptions(const v1::Layer& layer);
