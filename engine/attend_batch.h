@@ -41,14 +41,14 @@ struct BatchOutcome {
   std::vector<Job> jobs;
 };
 
-// Layer, spec and kv dtype a job runs with, and its sessions.
+// Layer, spec and kv dtype a job runs with, its sessions, and what kind of work it is.
 struct ResolvedJob {
   int engine_layer = -1;
   const AttentionSpec* spec = nullptr;
   DType kv_dtype = DType::kF32;
   std::vector<Session*> sessions;  // [sequences] null = stateless
   std::vector<int> places;         // [sequences] index of the layer in the session
-  bool few_rows = false;           // of each sequence: never cut for time
+  bool few_rows = false;           // in every sequence (FewRows): never cut for time
 
   KvGeometry geometry() const { return GeometryOf(*spec, kv_dtype); }
   bool SameBatch(const ResolvedJob& other) const {

@@ -63,8 +63,9 @@ struct AttendItem {
   int64_t cached_keys = 0;  // keys already in the blocks = absolute index of the first new key
 
   bool causal = false;
-  // Address of this layer's part of block b (keys 64 b .. 64 b + 63) in the engine's KV memory,
-  // bytes. [ceil((cached_keys + new_keys) / 64)]
+  // No item sees keys that another item of its batch appends. Address of this layer's part of block
+  // b (keys 64 b .. 64 b + 63) in the engine's KV memory, bytes. [ceil((cached_keys + new_keys) /
+  // 64)]
   std::span<const int64_t> blocks;
   // Tokens a block has room for: kBlockTokens, or 16, 32, 48 in scratch of a sequence with one
   // short block.

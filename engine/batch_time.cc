@@ -62,6 +62,7 @@ double StageTime::PredictUs(double units, double flops) const {
 
 void StageTime::Observe(double units, double flops, bool many_rows, double us) {
   if (flops <= 0) return;
+  us = std::max(us, 1.0);  // clocks tell whole microseconds
   Learn(units, flops, many_rows, us);
   // Neither part alone takes longer than the whole. After an interrupted batch rates are far too
   // high and chunks too small to be many rows: this is what brings them back.
@@ -105,8 +106,9 @@ double BatchTime::PredictUs(const BatchWork& work) const {
 void BatchTime::Observe(const BatchWork& work, double us, const StageTimes& stages) {
   // What lies between the stages is shared out to them; an engine that tells no stages leaves the
   // prediction to share.
-  auto products = double(stages.project_us + stages.output_us);
-  auto attention = double(stages.attend_us);
+  // Raw work has no products: what its rows take to convert belongs to attention.
+  auto products = work.product_flops > 0 ? double(stages.project_us + stages.output_us) : 0;
+  auto attention = work.attend_flops > 0 ? double(stages.attend_us) : 0;
   if (products + attention <= 0) {
     products = products_.PredictUs(work.weights, work.product_flops);
     attention = attention_.PredictUs(work.kv_bytes, work.attend_flops);

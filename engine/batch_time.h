@@ -33,7 +33,8 @@ class StageTime {
  public:
   // Batches of so many rows teach the rate of arithmetic first.
   static constexpr int64_t kManyRows = 32;
-  // Few rows that read less say nothing about reading: the overhead of a batch is their time.
+  // Few rows that read less (elements of weights, bytes of keys and values) say nothing about
+  // reading: the overhead of a batch is their time.
   static constexpr double kLeastUnits = 1 << 16;
 
   double PredictUs(double units, double flops) const;
@@ -41,6 +42,7 @@ class StageTime {
   bool flops_known() const { return flops_known_; }
 
  private:
+  // Corrects the rates by one batch.
   void Learn(double units, double flops, bool many_rows, double us);
 
   double us_per_unit_ = 0;

@@ -15,7 +15,7 @@ namespace {
 
 // A chunk may take this many times what one row takes there. Where one row is dear because it reads
 // a long history, shorter chunks would do little but read it again.
-constexpr double kLeastRowsTime = 2;
+constexpr double kLeastRowsTime = 2.5;
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 // Query rows and new keys are the same rows.
@@ -156,7 +156,8 @@ BatchShare AttentionRuntime::ShareOf(const AttendItem& item, const ResolvedJob& 
 BatchOutcome::Job AttentionRuntime::AddJob(size_t index, AttendBatch& batch) {
   AttendJob& job = *batch.jobs[index];
   ResolvedJob& resolved = batch.resolved[index];
-  const bool few_rows = resolved.few_rows = FewRows(job);
+  const bool few_rows = FewRows(job);
+  resolved.few_rows = few_rows;
   BatchOutcome::Job result;
   BatchTime& time = TimeOf(resolved);
   BatchWork left = WorkLeft(job, resolved);

@@ -15,9 +15,9 @@
 namespace attend {
 namespace {
 
-// Rows of a tile: enough to read a block's keys and values (from L2) at the speed of the
-// arithmetic, few enough for queries and outputs of 128 elements to stay in L2 beside them; 128
-// rows are one tile (96 cost 2 to 5 % of attention at 128 to 1024 keys).
+// Rows of a tile, 22 register tiles: enough to read a block's keys and values (from L2) at the
+// speed of the arithmetic, few enough for queries and outputs of 128 elements to stay in L2 beside
+// them, and sequences of 128 rows are one tile (96 rows: 2 to 5 % slower at 128 to 1024 keys).
 constexpr int64_t kMaxTileRows = 132;
 // Below two register tiles of rows, more tiles cost as much time as they save.
 constexpr int64_t kMinTileRows = 12;
@@ -92,6 +92,14 @@ bool UsesDot(CpuIsa isa, const AttentionBatch& batch) {
          (kv_dtype == DType::kBF16 || kv_dtype == DType::kI8);
 }
 
+// Whether the only tile of a head appends the item's keys: all are new, few enough for one segment
+// and for one task beside those of the rows. Not where vectors of values reach into the next
+// head's, which another worker may be writing.
+bool BringsKeys(const AttentionSpec& spec, const AttendItem& item, int64_t tile_rows) {
+  return tile_rows >= item.rows && item.cached_keys == 0 && item.keys() <= kSegmentKeys &&
+         item.keys() <= 2 * item.rows && PaddedWidth(spec.v_head_dim) == spec.v_head_dim;
+}
+
 std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, bool dot, int workers) {
   const BatchPlan& plan = *batch.plan;
   const AttentionSpec& spec = *plan.spec;
@@ -112,7 +120,7 @@ std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, bool dot, i
     tile.q = batch.q + plan.row_begin[p] * spec.q_heads * spec.head_dim;
     tile.output = batch.output + plan.row_begin[p];
     const int64_t step = TileQueryRows(item.rows, spec.group_size(), wanted_rows);
-    tile.brings_keys = step >= item.rows && item.cached_keys == 0 && item.keys() <= kSegmentKeys;
+    tile.brings_keys = BringsKeys(spec, item, step);
     for (tile.row_begin = 0; tile.row_begin < item.rows; tile.row_begin += step) {
       tile.query_rows = std::min(step, item.rows - tile.row_begin);
       tile.keys = VisibleToAny(spec, item, tile.row_begin, tile.query_rows);

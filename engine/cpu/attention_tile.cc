@@ -208,7 +208,8 @@ std::byte* OutputOf(const TileRun& run, int64_t r) {
   return static_cast<std::byte*>(row.data) + HeadOf(run, r) * run.width * DTypeBytes(row.dtype);
 }
 
-// Adds the sinks and divides; leaves in `state` the reference and divisor of the attention weights.
+// Adds the sinks and divides by the sum; leaves in `state` the reference and divisor of the
+// attention weights.
 void WriteOutput(const TileRun& run, SoftmaxState state) {
   const D d;
   const AttentionSpec& spec = *run.tile.spec;
@@ -237,10 +238,10 @@ void WriteOutput(const TileRun& run, SoftmaxState state) {
       const V x = hn::MulAdd(hn::LoadU(d, o + c), share, hn::Zero(d));
       StoreAs(dtype, x, to + c * DTypeBytes(dtype));
     }
-    if (c == run.width) continue;
-    HWY_ALIGN float last[kLanes];
-    hn::Store(hn::MulAdd(hn::LoadU(d, o + c), share, hn::Zero(d)), d, last);
-    for (int64_t i = c; i < run.width; ++i) StoreFloat(dtype, last[i - c], to, i);
+    if (c < run.width) {
+      const V x = hn::MulAdd(hn::LoadU(d, o + c), share, hn::Zero(d));
+      StoreFirstAs(dtype, x, run.width - c, to + c * DTypeBytes(dtype));
+    }
   }
 }
 

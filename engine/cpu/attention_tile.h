@@ -29,9 +29,9 @@ struct AttentionTile {
   const float* q = nullptr;           // the item's row 0: [rows, q_heads, head_dim]
   const OutputRow* output = nullptr;  // of the item's rows: [rows] -> [q_heads, v_head_dim]
   bool dot = false;                   // bf16 dot products (AttentionBatch::compute)
-  int plan_index = 0;                 // of the item
-  // All keys of its head are the batch's, and no other tile reads them: whoever attends the tile
-  // appends them first, and finds them in the nearest cache.
+  // For attention_kernel.cc: the item's place in the plan, and whether its new keys of this head
+  // are appended right before the tile, its only reader, is attended: from the nearest cache.
+  int plan_index = 0;
   bool brings_keys = false;
   int kv_head = 0;
   int64_t row_begin = 0;  // query rows of the item: [row_begin, row_begin + query_rows)

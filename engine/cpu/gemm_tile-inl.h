@@ -67,13 +67,13 @@ ATTEND_GEMM_INLINE void WriteTile(const Block& block, int64_t row,
   for (int r = 0; r < kRows; ++r) {
     const OutputRow& y = strip.y[row + r];
     direct = direct && y.dtype == DType::kF32;
-    to[r] = static_cast<float*>(y.data) + strip.y_column;
   }
   constexpr int64_t kColumns = Unit::kVectors * Unit::kLanes;
   float results[kRows * kColumns];
-  if (!direct) {
 #pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) to[r] = results + r * kColumns;
+  for (int r = 0; r < kRows; ++r) {
+    to[r] = direct ? static_cast<float*>(strip.y[row + r].data) + strip.y_column
+                   : results + r * kColumns;
   }
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {

@@ -92,6 +92,11 @@ void StoreElement(DType dtype, float x, float scale, std::byte* to) {
 
 constexpr int64_t kTokensAhead = 16;  // fetched
 
+// The first `count` elements, then zeros.
+HWY_INLINE V LoadFirst(const float* from, int64_t count) {
+  return hn::MaskedLoad(hn::FirstN(D(), static_cast<size_t>(count)), D(), from);
+}
+
 void AppendKeysOfHead(const KvBlockLayout& layout, const HeadRows& rows, const float* scales,
                       std::byte* keys) {
   const D d;
@@ -150,6 +155,13 @@ void AppendPairs(const KvBlockLayout& layout, const HeadRows& rows, std::byte* v
       StorePair(hn::LoadU(D(), row + c), hn::LoadU(D(), row + rows.v_stride + c),
                 values + layout.ValueElement(slot, c));
     }
+    if (both && c < width) {
+      HWY_ALIGN std::byte units[kLanes * sizeof(float)];
+      StorePair(LoadFirst(row + c, width - c), LoadFirst(row + rows.v_stride + c, width - c),
+                units);
+      std::memcpy(values + layout.ValueElement(slot, c), units, (width - c) * sizeof(float));
+      c = width;
+    }
     for (; c < width; ++c) {
       std::byte* to = values + layout.ValueElement(slot, c);
       StoreFloat(DType::kBF16, row[c], to, 0);
@@ -170,16 +182,19 @@ void AppendValuesOfHead(const KvBlockLayout& layout, const HeadRows& rows, const
     std::byte* to = values + layout.ValueElement(rows.slot + i, 0);
     if (i + kTokensAhead < rows.keys)
       FetchRow<false>(row + kTokensAhead * rows.v_stride, width * int64_t{sizeof(float)});
+    const auto store = [&](V x, std::byte* at) {
+      if (dtype == DType::kI8) return StoreI8(x, hn::Set(d, scales[i]), at);
+      StoreAs(dtype, x, at);
+    };
     int64_t c = 0;
     for (; c + kLanes <= width; c += kLanes) {
-      const V x = hn::LoadU(d, row + c);
-      if (dtype == DType::kI8) {
-        StoreI8(x, hn::Set(d, scales[i]), to + c);
-      } else {
-        StoreAs(dtype, x, to + c * DTypeBytes(dtype));
-      }
+      store(hn::LoadU(d, row + c), to + c * DTypeBytes(dtype));
     }
-    for (; c < width; ++c) StoreElement(dtype, row[c], scales[i], to + c * DTypeBytes(dtype));
+    if (c < width) {
+      HWY_ALIGN std::byte last[kLanes * sizeof(float)];
+      store(LoadFirst(row + c, width - c), last);
+      std::memcpy(to + c * DTypeBytes(dtype), last, (width - c) * DTypeBytes(dtype));
+    }
   }
 }
 

@@ -15,8 +15,8 @@
 
 namespace attend {
 
-// All values lie before all keys: a vector load that starts in a row of values may run over its end
-// but stays within the block.
+// All values lie before all keys: a vector load that starts in a row of values may run over its
+// end, into the next head's, but stays within the block.
 struct KvBlockLayout {
   KvGeometry geometry;
   int block_tokens = kBlockTokens;  // 16, 32, 48 or 64

@@ -13,7 +13,9 @@
 #define ATTEND_VECTOR_KERNELS_INL_H
 #endif
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "engine/util/dtype.h"
@@ -276,6 +278,13 @@ HWY_INLINE void StoreAs(DType dtype, V x, std::byte* to) {
   const hn::Rebind<int32_t, D> whole;
   const auto high = hn::BitCast(whole, hn::ShiftRight<16>(RoundBF16(x)));
   hn::StoreU(hn::DemoteTo(narrow, high), narrow, reinterpret_cast<uint16_t*>(to));
+}
+
+// The same of the first `count` lanes, and not a byte more.
+HWY_INLINE void StoreFirstAs(DType dtype, V x, int64_t count, std::byte* to) {
+  HWY_ALIGN std::byte all[kLanes * sizeof(float)];
+  StoreAs(dtype, x, all);
+  std::memcpy(to, all, static_cast<size_t>(count * DTypeBytes(dtype)));
 }
 
 // Stores x rounded, denormals to 0, to kLanes consecutive bf16 numbers at to[0 .. kLanes / 2).

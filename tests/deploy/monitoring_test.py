@@ -53,7 +53,7 @@ def messages(tmp_path_factory):
 @pytest.fixture(scope="module", name="servers")
 def two_servers(tmp_path_factory):
     directory = tmp_path_factory.mktemp("servers")
-    flags = [golden_model("llama_gqa4", "gqa"), golden_model("bert"), "--kv_bytes=1MiB",
+    flags = [golden_model("llama_gqa4", "gqa"), golden_model("bert"), "--kv_bytes=1MiB", "--threads=1",
              f"--request_tokens={REQUEST_TOKENS}", f"--queue_tokens={REQUEST_TOKENS}"]
     with Server(directory, *flags, replica="a") as first, Server(directory, *flags, replica="b") as second:
         yield [first, second]

@@ -182,6 +182,23 @@ TEST(BatchTimeTest, SmallChunksAfterAnInterruptedBatchBringTheRateBack) {
   EXPECT_GE(rows, 64) << "86 take 5000 us";
 }
 
+TEST(BatchTimeTest, AStageOfLessThanAMicrosecondTeachesNothing) {
+  const AttentionSpec spec = Layer(768, 12, 12, 64);
+  const BatchWork work = Work(spec, 256, 0);
+  BatchTime time;
+  time.Observe(work, 1000, {600, 400, 0});
+  const double predicted = time.PredictUs(work);
+  time.Observe(Work(spec, 1, 0), 6, {5, 0, 0});
+  EXPECT_NEAR(time.PredictUs(work), predicted, predicted / 100);
+}
+
+TEST(BatchTimeTest, RawWorkTakesAllItsTimeForAttention) {
+  const AttentionSpec spec = Layer(0, 8, 8, 64);
+  BatchTime time;
+  for (int i = 0; i < 20; ++i) time.Observe(Work(spec, 256, 0), 1000, {300, 650, 50});
+  EXPECT_NEAR(time.PredictUs(Work(spec, 256, 0)), 1000, 20);
+}
+
 TEST(BatchTimeTest, DoesWithoutStageTimesAndWithoutWork) {
   const AttentionSpec spec = Layer(768, 12, 12, 64);
   const BatchWork work = Work(spec, 128, 500);

@@ -2,7 +2,7 @@
 """Load of every kind on attend-server, counted as its clients saw it: each method, each reason of refusal that a
 healthy server gives, cancels and a full queue. Used where series must move (monitoring_test.py). Requests are made
 of the contract's messages, as wrong ones are wanted too. Servers have the models `gqa` (llama_gqa4) and `bert`,
-1 MiB of cache, and request_tokens and queue_tokens of REQUEST_TOKENS.
+one thread, 1 MiB of cache, and request_tokens and queue_tokens of REQUEST_TOKENS.
 """
 import collections
 import concurrent.futures
@@ -75,7 +75,7 @@ class Caller:
         return self.attend(rows, self.pb.Sequence(length=rows, session_id=session_id, position=position))
 
     def heavy(self):
-        """Raw work of 1.1e12 operations and a quarter of the queue, 2 s and more of two cores: always given up."""
+        """Raw work of 1.1e12 operations and a quarter of the queue, 5 s of a core: always given up."""
         def half(*shape):
             data = self.random.standard_normal(shape, np.float32).astype(np.float16)
             return self.pb.Tensor(dtype=self.pb.DTYPE_F16, shape=shape, data=data.tobytes())
