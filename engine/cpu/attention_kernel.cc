@@ -148,10 +148,30 @@ struct TileTask {
 // segments.
 struct TileTasks {
   std::vector<TileTask> tasks;
+  std::vector<int64_t> ends;  // of each worker's (WorkerPool::ParallelFor)
   int64_t split_tiles = 0;
   std::vector<int64_t> states;  // [split tiles] offset of the first state
   int64_t state_floats = 0;
 };
+
+// The worker that projected a head's columns (Projector::CutTasks).
+int64_t WorkerOf(int kv_head, int kv_heads, int workers) {
+  return int64_t{kv_head} * workers / kv_heads;
+}
+
+// Orders whole tiles by the workers they are for.
+void DealOut(const std::vector<AttentionTile>& tiles, int workers, TileTasks& made) {
+  const auto worker_of = [&](const TileTask& task) {
+    const AttentionTile& tile = tiles[task.tile];
+    return WorkerOf(tile.kv_head, tile.spec->kv_heads, workers);
+  };
+  std::stable_sort(made.tasks.begin(), made.tasks.end(), [&](const TileTask& a, const TileTask& b) {
+    return worker_of(a) < worker_of(b);
+  });
+  made.ends.assign(static_cast<size_t>(workers), 0);
+  for (const TileTask& task : made.tasks) ++made.ends[worker_of(task)];
+  std::partial_sum(made.ends.begin(), made.ends.end(), made.ends.begin());
+}
 
 TileTasks MakeTasks(const std::vector<AttentionTile>& tiles, int workers) {
   int64_t total = 0;
@@ -172,6 +192,11 @@ TileTasks MakeTasks(const std::vector<AttentionTile>& tiles, int workers) {
       made.tasks.push_back({t, s, made.state_floats});
       made.state_floats += SoftmaxStateFloats(tile);
     }
+  }
+  if (made.split_tiles == 0) {
+    DealOut(tiles, workers, made);
+  } else {
+    made.ends = {static_cast<int64_t>(made.tasks.size())};
   }
   return made;
 }
@@ -198,9 +223,12 @@ void AppendKeys(CpuIsa isa, const AttentionBatch& batch, const std::vector<Atten
                      [&](int64_t task, int) { AppendToBlock(isa, batch, tasks[task], 0, heads); });
     return;
   }
-  pool.ParallelFor(blocks * heads, [&](int64_t task, int) {
-    const int head = static_cast<int>(task % heads);
-    AppendToBlock(isa, batch, tasks[task / heads], head, head + 1);
+  std::vector<int64_t> ends(static_cast<size_t>(pool.workers()));
+  for (int head = 0; head < heads; ++head) ends[WorkerOf(head, heads, pool.workers())] += blocks;
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
+  pool.ParallelFor(ends, [&](int64_t task, int) {
+    const int head = static_cast<int>(task / blocks);
+    AppendToBlock(isa, batch, tasks[task % blocks], head, head + 1);
   });
 }
 
@@ -216,7 +244,7 @@ void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) 
     states = reinterpret_cast<float*>(
         ThreadScratch(ScratchUse::kStates, made.state_floats * int64_t{sizeof(float)}));
   }
-  pool.ParallelFor(static_cast<int64_t>(made.tasks.size()), [&](int64_t index, int) {
+  pool.ParallelFor(made.ends, [&](int64_t index, int) {
     const TileTask& task = made.tasks[index];
     const AttentionTile& tile = tiles[task.tile];
     if (tile.brings_keys) {

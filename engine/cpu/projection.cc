@@ -118,7 +118,7 @@ absl::Status Projector::Run(std::span<const Product> products) {
   RETURN_IF_ERROR(Quantise(products));
   CutTasks(products);
   FirstError error;
-  pool_.ParallelFor(static_cast<int64_t>(tasks_.size()), [&](int64_t index, int worker) {
+  pool_.ParallelFor(task_ends_, [&](int64_t index, int worker) {
     const Task& task = tasks_[static_cast<size_t>(index)];
     absl::Status status =
         RunTask(products[task.product], inputs_[task.product], task.begin, task.end, worker);
@@ -178,22 +178,34 @@ absl::Status Projector::Quantise(std::span<const Product> products) {
   return absl::OkStatus();
 }
 
-// Tasks are long at first, so that a thread reads weights one after another, and short in the end,
-// so that all threads end together however many strips there are and whatever else their cores do.
+// Each worker has the same part of the columns of every product: what it has written of a head,
+// attention then finds in its core's cache. Tasks are long at first, so that a thread reads weights
+// one after another, and short in the end, so that all threads end together however many strips
+// there are and whatever else their cores do.
 void Projector::CutTasks(std::span<const Product> products) {
   tasks_.clear();
-  int64_t left = 0;
-  for (const Product& product : products) left += UnitsOf(product) * UnitWork(product);
-  for (size_t i = 0; i < products.size(); ++i) {
-    const int64_t units = UnitsOf(products[i]);
-    const int64_t work = UnitWork(products[i]);
-    for (int64_t begin = 0; begin < units;) {
-      const int64_t wanted = std::max(left / (2 * pool_.workers()), kMinTaskWork);
-      const int64_t count = std::clamp<int64_t>(wanted / work, 1, units - begin);
-      tasks_.push_back({static_cast<int>(i), begin, begin + count});
-      begin += count;
-      left -= count * work;
+  task_ends_.clear();
+  const int64_t workers = pool_.workers();
+  for (int64_t worker = 0; worker < workers; ++worker) {
+    const auto first = [&](const Product& product, int64_t w) {
+      return UnitsOf(product) * w / workers;
+    };
+    int64_t left = 0;
+    for (const Product& product : products) {
+      left += (first(product, worker + 1) - first(product, worker)) * UnitWork(product);
     }
+    for (size_t i = 0; i < products.size(); ++i) {
+      const int64_t work = UnitWork(products[i]);
+      const int64_t end = first(products[i], worker + 1);
+      for (int64_t begin = first(products[i], worker); begin < end;) {
+        const int64_t wanted = std::max(left / 2, kMinTaskWork);
+        const int64_t count = std::clamp<int64_t>(wanted / work, 1, end - begin);
+        tasks_.push_back({static_cast<int>(i), begin, begin + count});
+        begin += count;
+        left -= count * work;
+      }
+    }
+    task_ends_.push_back(static_cast<int64_t>(tasks_.size()));
   }
 }
 

@@ -90,6 +90,7 @@ class Projector {
   std::vector<Input> inputs_;             // [products]
   std::vector<QuantisedRows> quantised_;  // [products] those whose rows no other product has
   std::vector<Task> tasks_;
+  std::vector<int64_t> task_ends_;  // of each worker's
 };
 
 }  // namespace attend

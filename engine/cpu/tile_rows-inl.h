@@ -292,7 +292,7 @@ HWY_INLINE void ExpRow(const TileRun& run, int64_t row, float reference, float f
 #pragma GCC unroll 8
   for (int n = first; n < last; ++n) {
     const V score = hn::LoadU(d, scores + n * kLanes);
-    V p = ExpNonPositive(hn::Sub(score, hn::Set(d, reference)));
+    V p = ExpNonPositive<kDot>(hn::Sub(score, hn::Set(d, reference)));
     sum = hn::Add(sum, p);
     if (value_scales != nullptr) {  // that of a hidden key may be NaN
       const V scaled = hn::Mul(p, hn::LoadU(d, value_scales + n * kLanes));

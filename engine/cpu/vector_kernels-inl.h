@@ -36,7 +36,9 @@ constexpr bool kHasDot = HWY_TARGET == HWY_AVX3;    // instructions that the cal
 constexpr int kTileVectors = kLanes == 16 ? 4 : 2;  // 24 accumulators of 32, 12 of 16 registers
 
 // exp(x) for x <= 0: exactly 1 at 0, exactly 0 below -87 and at -inf, NaN for NaN. 2^r on [-1/2,
-// 1/2] by a polynomial of degree 6 fitted to 2e-9; rounding brings the relative error near 1e-7.
+// 1/2] by a polynomial: of degree 6, fitted to 2e-9, where rounding brings the relative error near
+// 1e-7, or of degree 4, fitted to 3e-6, for results that are rounded to bf16 (4e-3).
+template <bool kForBF16 = false>
 HWY_INLINE V ExpNonPositive(V x) {
   const D d;
   const hn::Rebind<int32_t, D> di;
@@ -46,12 +48,20 @@ HWY_INLINE V ExpNonPositive(V x) {
   const V magic = hn::Set(d, 12582912.0f + 127.0f);
   const V shifted = hn::MulAdd(x, log2e, magic);
   const V r = hn::MulSub(x, log2e, hn::Sub(shifted, magic));
-  V p = hn::Set(d, 0.0001535335904918611f);
-  p = hn::MulAdd(p, r, hn::Set(d, 0.0013398875016719103f));
-  p = hn::MulAdd(p, r, hn::Set(d, 0.00961843691766262f));
-  p = hn::MulAdd(p, r, hn::Set(d, 0.055503323674201965f));
-  p = hn::MulAdd(p, r, hn::Set(d, 0.24022647738456726f));
-  p = hn::MulAdd(p, r, hn::Set(d, 0.6931471824645996f));
+  V p;
+  if constexpr (kForBF16) {
+    p = hn::Set(d, 0.009582852944731712f);
+    p = hn::MulAdd(p, r, hn::Set(d, 0.055906426161527634f));
+    p = hn::MulAdd(p, r, hn::Set(d, 0.24024099111557007f));
+    p = hn::MulAdd(p, r, hn::Set(d, 0.6931241750717163f));
+  } else {
+    p = hn::Set(d, 0.0001535335904918611f);
+    p = hn::MulAdd(p, r, hn::Set(d, 0.0013398875016719103f));
+    p = hn::MulAdd(p, r, hn::Set(d, 0.00961843691766262f));
+    p = hn::MulAdd(p, r, hn::Set(d, 0.055503323674201965f));
+    p = hn::MulAdd(p, r, hn::Set(d, 0.24022647738456726f));
+    p = hn::MulAdd(p, r, hn::Set(d, 0.6931471824645996f));
+  }
   p = hn::MulAdd(p, r, hn::Set(d, 1.0f));
   // A product, not an addition to p's exponent bits: it keeps NaN.
   const V power = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(di, shifted)));

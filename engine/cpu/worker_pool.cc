@@ -61,7 +61,8 @@ void Allow(pthread_t thread, std::span<const int> cores) {
 
 }  // namespace
 
-WorkerPool::WorkerPool(int workers) : workers_(workers < 1 ? 1 : workers) {
+WorkerPool::WorkerPool(int workers)
+    : workers_(workers < 1 ? 1 : workers), ranges_(static_cast<size_t>(workers_)) {
   if (workers_ > 1) {
     cores_ = AllowedCores(pthread_self());
     if (cores_.size() == static_cast<size_t>(workers_)) core_of_ = cores_;
@@ -82,12 +83,26 @@ WorkerPool::~WorkerPool() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void WorkerPool::ParallelFor(int64_t tasks,
-                             const std::function<void(int64_t task, int worker)>& work) {
+void WorkerPool::ParallelFor(int64_t tasks, const Work& work) {
+  ranges_used_ = 1;
+  ranges_[0].next.store(0, std::memory_order_relaxed);
+  ranges_[0].end = tasks;
+  RunRound(tasks, work);
+}
+
+void WorkerPool::ParallelFor(std::span<const int64_t> ends, const Work& work) {
+  ranges_used_ = static_cast<int>(ends.size());
+  int64_t begin = 0;
+  for (size_t w = 0; w < ends.size(); ++w) {
+    ranges_[w].next.store(begin, std::memory_order_relaxed);
+    ranges_[w].end = begin = ends[w];
+  }
+  RunRound(begin, work);
+}
+
+void WorkerPool::RunRound(int64_t tasks, const Work& work) {
   if (tasks <= 0) return;
-  tasks_ = tasks;
   work_ = &work;
-  next_task_.store(0, std::memory_order_relaxed);
   if (tasks == 1 || workers_ == 1) {
     RunTasks(0);
     return;
@@ -130,14 +145,17 @@ void WorkerPool::SpreadWorkers() {
 }
 
 void WorkerPool::RunTasks(int worker) {
-  for (;;) {
-    const int64_t task = next_task_.fetch_add(1, std::memory_order_relaxed);
-    if (task >= tasks_) return;
-    (*work_)(task, worker);
-    progress_ns_.store(
-        std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
-            .count(),
-        std::memory_order_relaxed);
+  for (int i = 0; i < ranges_used_; ++i) {
+    Range& range = ranges_[(worker + i) % ranges_used_];
+    for (;;) {
+      const int64_t task = range.next.fetch_add(1, std::memory_order_relaxed);
+      if (task >= range.end) break;
+      (*work_)(task, worker);
+      progress_ns_.store(
+          std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
+              .count(),
+          std::memory_order_relaxed);
+    }
   }
 }
 

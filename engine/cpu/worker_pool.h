@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -26,11 +27,18 @@ class WorkerPool {
 
   int workers() const { return workers_; }
 
+  using Work = std::function<void(int64_t task, int worker)>;
+
   // Calls work(task, worker) once for every task in [0, tasks), worker in [0, workers()), and
-  // returns when all are done. Tasks are handed out in ascending order, one at a time, from a
-  // shared counter. One caller at a time, the same thread always takes part as worker 0. `work`
-  // must not throw or call ParallelFor.
-  void ParallelFor(int64_t tasks, const std::function<void(int64_t task, int worker)>& work);
+  // returns when all are done. Tasks are handed out in ascending order, one at a time. One caller
+  // at a time, the same thread always takes part as worker 0. `work` must not throw or call
+  // ParallelFor.
+  void ParallelFor(int64_t tasks, const Work& work);
+
+  // The same for tasks [0, ends.back()) with a worker near to each: [ends[w - 1], ends[w]) are of
+  // worker w < workers(). Each worker takes its own in ascending order, then what others have left:
+  // what it wrote in one round is in its core's cache in the next.
+  void ParallelFor(std::span<const int64_t> ends, const Work& work);
 
   // Monotonic clock reading of the last finished task, nanoseconds; any thread. 0 before the first.
   int64_t progress_ns() const { return progress_ns_.load(std::memory_order_relaxed); }
@@ -43,6 +51,13 @@ class WorkerPool {
   static constexpr uint64_t kOpen = uint64_t{1} << 31;
   static constexpr uint64_t kInside = kOpen - 1;
 
+  // Tasks of one worker, or of all.
+  struct alignas(64) Range {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;  // written by the caller while no worker is inside
+  };
+
+  void RunRound(int64_t tasks, const Work& work);
   void SpreadWorkers();
   void RunTasks(int worker);
   void WorkerLoop(int worker);
@@ -51,12 +66,12 @@ class WorkerPool {
 
   const int workers_;
   alignas(64) std::atomic<uint64_t> round_{0};
-  alignas(64) std::atomic<int64_t> next_task_{0};
   alignas(64) std::atomic<int64_t> progress_ns_{0};
 
   // Of the open round; written by the caller while no worker is inside.
-  int64_t tasks_ = 0;
-  const std::function<void(int64_t, int)>* work_ = nullptr;
+  std::vector<Range> ranges_;  // [workers]
+  int ranges_used_ = 0;
+  const Work* work_ = nullptr;
 
   std::vector<int> cores_;    // allowed when the pool was made
   std::vector<int> core_of_;  // [workers] caller's thread; empty: the system places the workers

@@ -38,6 +38,40 @@ TEST(WorkerPoolTest, RunsEveryTaskExactlyOnceForAnyCountAndAnyNumberOfWorkers) {
   }
 }
 
+TEST(WorkerPoolTest, RunsEveryTaskOfEveryWorkersRangeExactlyOnce) {
+  for (int workers : {1, 2, 3, 8}) {
+    WorkerPool pool(workers);
+    for (int64_t step : {0, 1, 5, 100}) {
+      for (int empty = -1; empty < workers; ++empty) {
+        std::vector<int64_t> ends(static_cast<size_t>(workers));
+        int64_t end = 0;
+        for (int w = 0; w < workers; ++w) ends[w] = end += w == empty ? 0 : step;
+        std::vector<int> runs(static_cast<size_t>(end), 0);
+        pool.ParallelFor(ends, [&](int64_t task, int) { ++runs[task]; });
+        EXPECT_EQ(runs, std::vector<int>(static_cast<size_t>(end), 1)) << workers << " workers";
+      }
+    }
+  }
+}
+
+TEST(WorkerPoolTest, AWorkerTakesItsOwnTasksFirstAndThenThoseThatOthersHaveLeft) {
+  WorkerPool pool(2);
+  std::atomic<int> arrived{0};
+  std::vector<int> first(2, -1);
+  std::atomic<int> of_worker_one{0};
+  pool.ParallelFor(std::vector<int64_t>{1, 101}, [&](int64_t task, int worker) {
+    if (arrived.fetch_add(1) < 2) first[worker] = static_cast<int>(task);
+    while (arrived.load() < 2) std::this_thread::yield();
+    if (worker == 1 && task == 1) {  // its other tasks are the caller's meanwhile
+      while (of_worker_one.load() < 99) std::this_thread::yield();
+    } else if (worker == 0 && task > 0) {
+      of_worker_one.fetch_add(1);
+    }
+  });
+  EXPECT_EQ(first, (std::vector<int>{0, 1}));
+  EXPECT_EQ(of_worker_one.load(), 99);
+}
+
 TEST(WorkerPoolTest, TheCallerIsWorkerZeroAndNoWorkerRunsTwoTasksAtOnce) {
   WorkerPool pool(4);
   const std::thread::id caller = std::this_thread::get_id();
