@@ -9,6 +9,8 @@
 #include <cstring>
 #include <limits>
 
+#include "engine/cpu/prefetch.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "engine/cpu/kv_append.cc"
 #include "engine/cpu/simd_targets.h"

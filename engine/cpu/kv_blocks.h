@@ -8,7 +8,6 @@
 // knows about numbers.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "engine/kv_geometry.h"
@@ -55,16 +54,5 @@ struct KvBlockLayout {
     return index * DTypeBytes(geometry.dtype);
   }
 };
-
-// Fetches a row of one head into the first-level cache. In [rows, heads, width] other heads lie
-// between a head's rows, so that no hardware does it, and a row is done before the next one
-// arrives.
-template <bool kForWriting>
-inline void FetchRow(const void* row, int64_t bytes) {
-  constexpr int64_t kLine = 64;
-  for (int64_t i = 0; i < bytes; i += kLine) {
-    __builtin_prefetch(static_cast<const std::byte*>(row) + i, kForWriting, 3);
-  }
-}
 
 }  // namespace attend

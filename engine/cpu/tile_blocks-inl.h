@@ -62,10 +62,8 @@ struct WideCopy {
 
 HWY_INLINE void FetchNextRow(const WideCopy& copy, int64_t row, int64_t element_bytes) {
   if (copy.next == nullptr) return;
-  const std::byte* from = copy.next + row * copy.from_stride * element_bytes;
-  for (int64_t i = 0; i < copy.from_stride * element_bytes; i += 64) {
-    __builtin_prefetch(from + i, 0, 2);
-  }
+  const int64_t bytes = copy.from_stride * element_bytes;
+  FetchRow<false, 2>(copy.next + row * bytes, bytes);
 }
 
 // Rows of F16 or I8 to floats.

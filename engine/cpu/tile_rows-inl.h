@@ -15,6 +15,7 @@
 #include <limits>
 
 #include "engine/cpu/attention_tile.h"
+#include "engine/cpu/prefetch.h"
 #include "engine/cpu/vector_kernels-inl.h"
 
 HWY_BEFORE_NAMESPACE();
