@@ -23,11 +23,14 @@ bool OwnKeys(const AttentionSpec& spec) { return !spec.raw() && !spec.cross; }
 
 // A step of a decode loop or a few tokens that it looks ahead: all sequences have few rows, which
 // take about the time of one because the weights and keys that they read count. Never cut for time.
+// More rows in all are work like any other, in however many sequences they come.
 bool FewRows(const AttendJob& job) {
   constexpr int64_t kFewRows = 16;
-  return std::all_of(job.sequences.begin(), job.sequences.end(), [](const SequenceJob& sequence) {
-    return std::max(sequence.rows, sequence.keys) <= kFewRows;
-  });
+  constexpr int64_t kFewRowsInAll = 128;
+  return job.tokens() <= kFewRowsInAll &&
+         std::all_of(job.sequences.begin(), job.sequences.end(), [](const SequenceJob& sequence) {
+           return std::max(sequence.rows, sequence.keys) <= kFewRows;
+         });
 }
 
 bool InSessions(const AttendJob& job) {

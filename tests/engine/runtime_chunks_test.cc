@@ -17,7 +17,7 @@ using State = BatchOutcome::State;
 
 class RuntimeChunksTest : public RuntimeFixture {
  protected:
-  RuntimeChunksTest() {
+  explicit RuntimeChunksTest(int64_t batch_tokens = 128) : RuntimeFixture(1, 0, batch_tokens) {
     engine_->on_start = [this](const BatchPlan& plan, std::span<const AttendItem>) {
       rows_.push_back(std::max(plan.query_rows, plan.key_rows));
       engine_->times = {batch_us_ + row_us_ * rows_.back(), 0, 0};
@@ -83,6 +83,21 @@ TEST_F(RuntimeChunksTest, SmallWorkOfOneBatchIsCutToo) {
   EXPECT_EQ(Run({job.get()}).jobs[0].state, State::kContinues);
   auto unknown = SessionJob(0, "nobody", 0, 100);
   EXPECT_FALSE(runtime_->NeedsChunks(*unknown));
+}
+
+class LargeBatchTest : public RuntimeChunksTest {
+ protected:
+  LargeBatchTest() : RuntimeChunksTest(4096) {}
+};
+
+TEST_F(LargeBatchTest, ManyShortSequencesAreCutForTimeAsLongOnesAre) {
+  Warm();
+  EXPECT_TRUE(RunOne(*Append()).ok());
+  EXPECT_FALSE(runtime_->NeedsChunks(*Job(0, std::vector<int64_t>(128, 1))));
+  auto many = Job(0, std::vector<int64_t>(200, 1));
+  EXPECT_TRUE(runtime_->NeedsChunks(*many)) << "40 ms";
+  EXPECT_EQ(Run({many.get()}).jobs[0].state, State::kContinues);
+  EXPECT_LE(rows_.back(), 25);  // of 5 ms
 }
 
 TEST_F(RuntimeChunksTest, AChunkOfLongWorkSharesNoBatchWithShortWork) {

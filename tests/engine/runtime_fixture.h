@@ -18,13 +18,14 @@ namespace attend {
 
 class RuntimeFixture : public ::testing::Test {
  protected:
-  explicit RuntimeFixture(int batches_in_flight = 1, int64_t workspace_bytes = 0) {
+  explicit RuntimeFixture(int batches_in_flight = 1, int64_t workspace_bytes = 0,
+                          int64_t batch_tokens = 128) {
     options_.engine.kv_bytes = kKvBytes;
     options_.engine.scratch_bytes = kScratchBytes;
     options_.engine.workspace_bytes = workspace_bytes;
     options_.replica = "r";
     options_.start = "1";
-    options_.batch_tokens = 128;
+    options_.batch_tokens = batch_tokens;
     auto engine = std::make_unique<MemoryEngine>(kKvBytes + kScratchBytes, batches_in_flight);
     engine_ = engine.get();
     runtime_ = std::make_unique<AttentionRuntime>(options_, std::move(engine),
