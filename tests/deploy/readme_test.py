@@ -21,6 +21,7 @@ CONSOLE = {
     "build/bin/attend": "bench --echo, --check: minutes; tests/client runs them against a real server and echo",
     "build/bin/attend-bench": "minutes; a block before it runs one case",
     "build/bin/attend-echo": "see attend",
+    "build/bin/attend-server": "see attend; blocks that run start one, too",
     "python3": "peers.py needs 5 GB of other projects' packages; tests/bench/peers_test.py runs the rest of it",
     "grpcurl": "is in no Debian package; tests/integration asks the reflection it uses",
     "docker": "needs a Docker engine; container_test.py builds and runs the same Dockerfile",
