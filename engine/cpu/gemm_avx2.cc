@@ -79,7 +79,8 @@ struct F32Unit : FloatSums256 {
 };
 
 // A pair of BF16 as a 32-bit lane: the even element is the low half.
-struct BF16Unit : FloatSums256 {
+template <bool kStore>
+struct PairsUnit : FloatSums256 {
   static constexpr int kGroup = 2;
 
   ATTEND_GEMM_INLINE __m256 Even(const std::byte* pairs) {
@@ -89,17 +90,32 @@ struct BF16Unit : FloatSums256 {
     const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
     return _mm256_castsi256_ps(_mm256_and_si256(LoadBytes(pairs), high));
   }
+  template <int kUsed>
+  ATTEND_GEMM_INLINE void StoreWide(const __m256 (&w)[kUsed], float* to) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kUsed; ++v) _mm256_storeu_ps(to + kLanes * v, w[v]);
+  }
   template <int kRows, int kUsed>
   ATTEND_GEMM_INLINE void Step(const std::byte* weights, const float* const* x, int64_t i,
-                               __m256 (&sum)[kRows][kUsed]) {
+                               __m256 (&sum)[kRows][kUsed],
+                               [[maybe_unused]] float* wide = nullptr) {
     __m256 w[kUsed];
 #pragma GCC unroll 2
     for (int v = 0; v < kUsed; ++v) w[v] = Even(weights + 32 * v);
+    if constexpr (kStore) StoreWide(w, wide);
     Add<kRows, kUsed>(w, x, i, sum);
+    // Pairs are loaded again: kept meanwhile, they would push sums out of the registers.
+    asm("" : "+r"(weights));
 #pragma GCC unroll 2
     for (int v = 0; v < kUsed; ++v) w[v] = Odd(weights + 32 * v);
+    if constexpr (kStore) StoreWide(w, wide + kVectors * kLanes);
     Add<kRows, kUsed>(w, x, i + 1, sum);
   }
+};
+using BF16Unit = PairsUnit<false>;
+// Leaves the widened weights in scratch, for the tiles after it.
+struct WideningUnit : PairsUnit<true> {
+  static constexpr bool kWidens = true;
 };
 
 // Sums of products of signed bytes. The one instruction for bytes takes unsigned ones first, so the
@@ -156,7 +172,7 @@ const GemmKernel kGemmAvx2BF16{.name = "avx2 bf16 widened",
                                .strip_columns = 16,
                                .group = 2,
                                .packed = DType::kBF16,
-                               .run = RunStrip<BF16Unit>};
+                               .run = RunWidened<BF16Unit, WideningUnit, F32Unit>};
 const GemmKernel kGemmAvx2I8{.name = "avx2 i8",
                              .strip_columns = 16,
                              .group = 4,

@@ -17,11 +17,6 @@
 namespace attend {
 namespace {
 
-// Above it the first tile of a block leaves its widened weights to the others (a pass of its own
-// for it took half a tile's time). In registers it costs each tile a sixth where the shift shares a
-// port with the multiplications.
-constexpr int64_t kMaxRowsWidenedInRegisters = 24;
-
 struct F32Unit : FloatSums512 {
   using Value = float;
   static constexpr int kGroup = 1;
@@ -94,23 +89,6 @@ struct WideningUnit : PairsUnit<true> {
   static constexpr bool kWidens = true;
 };
 
-void RunBF16(const GemmStrip& strip) {
-  if (strip.rows <= kMaxRowsWidenedInRegisters) return RunStrip<BF16Unit>(strip);
-  ForBlocks<BF16Unit>(strip, [&](Block block) {
-    const int64_t vectors = (strip.columns + BF16Unit::kLanes - 1) / BF16Unit::kLanes;
-    if (vectors == BF16Unit::kVectors) {
-      Tile<WideningUnit, kTileRows, BF16Unit::kVectors, 0>(block, 0, nullptr);
-    } else {
-      NarrowTileOf<WideningUnit>(vectors, kTileRows, block, 0);
-    }
-    block.weights = reinterpret_cast<const std::byte*>(strip.wide);
-    block.groups = 2 * block.groups + block.tail;
-    block.tail = 0;
-    block.ahead_lines /= 2;  // twice the groups for the same bytes
-    RunBlock<F32Unit>(block, kTileRows);
-  });
-}
-
 }  // namespace
 }  // namespace attend
 #pragma GCC pop_options
@@ -123,6 +101,6 @@ const GemmKernel kGemmAvx512BF16{.name = "avx512 bf16 widened",
                                  .strip_columns = 64,
                                  .group = 2,
                                  .packed = DType::kBF16,
-                                 .run = RunBF16};
+                                 .run = RunWidened<BF16Unit, WideningUnit, F32Unit>};
 
 }  // namespace attend

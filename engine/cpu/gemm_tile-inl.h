@@ -232,6 +232,33 @@ ATTEND_GEMM_INLINE void ForBlocks(const GemmStrip& strip, const Run& run) {
   }
 }
 
+// Above it the first tile of a block leaves its widened weights to the others (a pass of its own
+// for it took half a tile's time). In registers it costs each tile a sixth where the shift shares a
+// port with the multiplications, and a third where registers are few (AVX2).
+constexpr int64_t kMaxRowsWidenedInRegisters = 24;
+
+// BF16 weights, pairs of them, times floats: in registers (Pairs) for few rows; for many by the
+// first tile of a block (Widening), which leaves floats for the others (Floats).
+template <class Pairs, class Widening, class Floats>
+void RunWidened(const GemmStrip& strip) {
+  if (strip.rows <= kMaxRowsWidenedInRegisters) {
+    return ForBlocks<Pairs>(strip, [](const Block& block) { RunBlock<Pairs>(block); });
+  }
+  ForBlocks<Pairs>(strip, [&](Block block) {
+    const int64_t vectors = (strip.columns + Pairs::kLanes - 1) / Pairs::kLanes;
+    if (vectors == Pairs::kVectors) {
+      Tile<Widening, kTileRows, Pairs::kVectors, 0>(block, 0, nullptr);
+    } else {
+      NarrowTileOf<Widening>(vectors, kTileRows, block, 0);
+    }
+    block.weights = reinterpret_cast<const std::byte*>(strip.wide);
+    block.groups = 2 * block.groups + block.tail;
+    block.tail = 0;
+    block.ahead_lines /= 2;  // twice the groups for the same bytes
+    RunBlock<Floats>(block, kTileRows);
+  });
+}
+
 template <class Unit>
 void RunStrip(const GemmStrip& strip) {
   ForBlocks<Unit>(strip, [](const Block& block) { RunBlock<Unit>(block); });
