@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Gemm kernels for AVX2 with FMA and F16C: F32 weights, BF16 weights widened in registers, and
-// exact sums of 8-bit integers. Strips are two vectors wide.
+// Gemm kernels for AVX2 with FMA and F16C: F32 weights, BF16 weights that are widened
+// (RunWidened), and exact sums of 8-bit integers. Strips are two vectors wide.
 #include <immintrin.h>
 
 #include "engine/cpu/gemm_kernel.h"

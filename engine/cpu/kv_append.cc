@@ -94,11 +94,6 @@ void StoreElement(DType dtype, float x, float scale, std::byte* to) {
 
 constexpr int64_t kTokensAhead = 16;  // fetched
 
-// The first `count` elements, then zeros.
-HWY_INLINE V LoadFirst(const float* from, int64_t count) {
-  return hn::MaskedLoad(hn::FirstN(D(), static_cast<size_t>(count)), D(), from);
-}
-
 void AppendKeysOfHead(const KvBlockLayout& layout, const HeadRows& rows, const float* scales,
                       std::byte* keys) {
   const D d;

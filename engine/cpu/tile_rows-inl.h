@@ -59,9 +59,8 @@ HWY_INLINE void StoreQuery(const TileRun& run, const float* from, float* to) {
   const V scale = hn::Set(d, static_cast<float>(run.tile.spec->scale));
   const int64_t count = run.tile.spec->head_dim;
   for (int64_t i = 0; i < count; i += kLanes) {
-    HWY_ALIGN float rest[kLanes] = {};
-    if (i + kLanes > count) std::copy(from + i, from + count, rest);
-    const V x = hn::Mul(hn::LoadU(d, i + kLanes > count ? rest : from + i), scale);
+    const bool whole = i + kLanes <= count;
+    const V x = hn::Mul(whole ? hn::LoadU(d, from + i) : LoadFirst(from + i, count - i), scale);
 #if HWY_TARGET == HWY_AVX3
     if (run.tile.dot) {
       StoreBF16(x, to + i / 2);

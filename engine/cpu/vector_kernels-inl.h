@@ -266,6 +266,11 @@ void ProductStrip(int rows, int vectors, const Factors& factors, const float* sc
   });
 }
 
+// The first `count` < kLanes elements, then zeros; reads nothing behind them.
+HWY_INLINE V LoadFirst(const float* from, int64_t count) {
+  return hn::MaskedLoad(hn::FirstN(D(), static_cast<size_t>(count)), D(), from);
+}
+
 // x rounded to bf16 as engine/util/dtype.h does, in the upper halves of the lanes.
 HWY_INLINE hn::Vec<U> RoundBF16(V x) {
   const U u;

@@ -84,23 +84,16 @@ WorkerPool::~WorkerPool() {
 }
 
 void WorkerPool::ParallelFor(int64_t tasks, const Work& work) {
-  ranges_used_ = 1;
-  ranges_[0].next.store(0, std::memory_order_relaxed);
-  ranges_[0].end = tasks;
-  RunRound(tasks, work);
+  ParallelFor(std::span<const int64_t>(&tasks, 1), work);
 }
 
 void WorkerPool::ParallelFor(std::span<const int64_t> ends, const Work& work) {
   ranges_used_ = static_cast<int>(ends.size());
-  int64_t begin = 0;
+  int64_t tasks = 0;
   for (size_t w = 0; w < ends.size(); ++w) {
-    ranges_[w].next.store(begin, std::memory_order_relaxed);
-    ranges_[w].end = begin = ends[w];
+    ranges_[w].next.store(tasks, std::memory_order_relaxed);
+    ranges_[w].end = tasks = ends[w];
   }
-  RunRound(begin, work);
-}
-
-void WorkerPool::RunRound(int64_t tasks, const Work& work) {
   if (tasks <= 0) return;
   work_ = &work;
   if (tasks == 1 || workers_ == 1) {

@@ -57,7 +57,6 @@ class WorkerPool {
     int64_t end = 0;  // written by the caller while no worker is inside
   };
 
-  void RunRound(int64_t tasks, const Work& work);
   void SpreadWorkers();
   void RunTasks(int worker);
   void WorkerLoop(int worker);
