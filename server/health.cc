@@ -88,13 +88,15 @@ Health::Health()
 
 Health::~Health() = default;
 
-void Health::SetServing(std::string_view service, bool serving) {
+void Health::SetServing(std::span<const std::string_view> services, bool serving) {
   const std::lock_guard lock(mutex_);
-  const auto [entry, added] = serving_.try_emplace(std::string(service), serving);
-  if (!added && std::exchange(entry->second, serving) == serving) return;
-  for (const Watcher& watcher : watchers_) {
-    if (watcher.service != service) continue;
-    if (const std::shared_ptr<Call> call = watcher.call.lock()) call->Send(Encode(serving));
+  for (const std::string_view service : services) {
+    const auto [entry, added] = serving_.try_emplace(std::string(service), serving);
+    if (!added && std::exchange(entry->second, serving) == serving) continue;
+    for (const Watcher& watcher : watchers_) {
+      if (watcher.service != service) continue;
+      if (const std::shared_ptr<Call> call = watcher.call.lock()) call->Send(Encode(serving));
+    }
   }
 }
 

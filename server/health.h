@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -26,8 +27,12 @@ class Health {
   Health();
   ~Health();
 
-  // Adds a name that is new. Watchers hear of a change, once.
-  void SetServing(std::string_view service, bool serving);
+  // Adds a name that is new. Watchers hear of a change, once; who has heard of one service's finds
+  // the others of the same call changed, too.
+  void SetServing(std::span<const std::string_view> services, bool serving);
+  void SetServing(std::string_view service, bool serving) {
+    SetServing(std::span(&service, 1), serving);
+  }
 
   // Adds Check and Watch.
   void AddTo(MethodTable& methods);

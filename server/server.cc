@@ -19,6 +19,9 @@ using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 using std::chrono::system_clock;
 
+// What is SERVING from loaded to draining.
+constexpr std::string_view kReadyServices[] = {"", "attend.v1.Attention", "readiness"};
+
 // How often old streams, requests that do not arrive and the engine's health are looked at.
 constexpr int64_t kTickMs = 200;
 // How often a drain looks whether it may end.
@@ -257,9 +260,7 @@ absl::Status Server::PackModels() {
   checkpoints_.clear();  // the engine has packed copies
   batcher_->Start();
   state_.starting.store(false);
-  for (const char* name : {"", "attend.v1.Attention", "readiness"}) {
-    health_.SetServing(name, true);
-  }
+  health_.SetServing(kReadyServices, true);
   const EngineInfo& engine = runtime_->info();
   logger_.Write(LogLevel::kInfo, "serving",
                 {{"version", ATTEND_VERSION},
@@ -369,11 +370,7 @@ absl::Status Server::Run() {
   return fault;
 }
 
-void Server::StopServing() {
-  for (const char* name : {"", "attend.v1.Attention", "readiness"}) {
-    health_.SetServing(name, false);
-  }
-}
+void Server::StopServing() { health_.SetServing(kReadyServices, false); }
 
 // Calls that are running get their answers, all others `reason` or UNAVAILABLE.
 void Server::EndCalls(const absl::Status& reason) {
