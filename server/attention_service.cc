@@ -9,7 +9,6 @@
 
 #include "engine/util/error.h"
 #include "engine/util/status_macros.h"
-#include "server/rpc/call.h"
 #include "server/rpc/status.h"
 #include "server/rpc/wire.h"
 
@@ -103,7 +102,9 @@ class AttendMethod : public Method {
     auto slot = std::make_shared<Admission::Slot>();
     auto converted = std::make_shared<ConvertedAttend>();
     int model = kModelNone;
-    if (absl::Status status = Accept(*kept, message, *slot, *converted, &model); !status.ok()) {
+    if (absl::Status status =
+            Accept(*kept, call->Arrived(item), message, *slot, *converted, &model);
+        !status.ok()) {
       parts_.metrics->Rejected(ReasonOf(status));
       Log(*call, *converted, status, parts_.now_us() - arrival_us);
       Send(*call, item, *converted, status, model);
@@ -136,12 +137,11 @@ class AttendMethod : public Method {
   }
 
  private:
-  // Size, queue and draining rules, then the contract's (convert). `model` is the metric label of a
-  // request that is refused.
-  absl::Status Accept(AttendCall& kept, const grpc::ByteBuffer& message, Admission::Slot& slot,
+  // Size, queue and draining rules, then the contract's (convert). `model` is a refusal's label.
+  absl::Status Accept(AttendCall& kept, Call::Clock::time_point arrived,
+                      const grpc::ByteBuffer& message, Admission::Slot& slot,
                       ConvertedAttend& converted, int* model) {
-    // Decoding copies no tensor; it comes first so that a refused stream item can be told by its
-    // id.
+    // Decoding copies no tensor; it comes first so that a refused item can be told by its id.
     absl::StatusOr<ReceivedAttend> request = ReceivedAttend::Decode(message);
     if (request.ok()) {
       const v1::AttendRequest& asked = request->request;
@@ -161,7 +161,7 @@ class AttendMethod : public Method {
     }
     slot = std::move(kept.slot);
     if (!slot.held()) RETURN_IF_ERROR(parts_.admission->Reserve(1, 0, bytes, slot));
-    if (parts_.state->refusing.load() && !NamesSession(request->request)) return Draining();
+    if (parts_.state->Refuses(arrived) && !NamesSession(request->request)) return Draining();
     ASSIGN_OR_RETURN(converted, ConvertAttend(context_, *request, [&](int64_t tokens) {
                        return parts_.admission->Reserve(0, tokens, 0, slot);
                      }));
@@ -391,7 +391,7 @@ AttentionService::AttentionService(ServiceParts given) : parts_(std::move(given)
   };
   add(std::make_unique<SmallMethod<v1::OpenSessionRequest>>(
       parts, "OpenSession", false, [&parts, on_session](const auto& request, auto done) {
-        if (parts.state->refusing.load()) return done(Draining(), kModelNone);
+        if (parts.state->Refuses(Call::Clock::now())) return done(Draining(), kModelNone);
         ConvertContext context;
         context.models = &parts.runtime->models();
         context.max_head_dim = parts.runtime->info().max_head_dim;
@@ -409,7 +409,7 @@ AttentionService::AttentionService(ServiceParts given) : parts_(std::move(given)
       }));
   add(std::make_unique<SmallMethod<v1::ForkSessionRequest>>(
       parts, "ForkSession", false, [&parts, on_session](const auto& request, auto done) {
-        if (parts.state->refusing.load()) return done(Draining(), kModelNone);
+        if (parts.state->Refuses(Call::Clock::now())) return done(Draining(), kModelNone);
         std::optional<int64_t> length;
         if (request.has_length()) length = request.length();
         on_session(request.session_id(), done,

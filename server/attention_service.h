@@ -21,6 +21,7 @@
 #include "server/convert.h"
 #include "server/metrics.h"
 #include "server/options.h"
+#include "server/rpc/call.h"
 #include "server/rpc/method.h"
 
 namespace attend {
@@ -29,9 +30,12 @@ namespace attend {
 struct ServerState {
   std::atomic<bool> starting{true};   // models are still being packed: calls are answered STARTING
   std::atomic<bool> draining{false};  // told to stop: visible in GetServerInfo and health
-  std::atomic<bool> refusing{false};  // past drain_delay: no new sessions, no stateless work
+  // Past drain_delay: no new sessions, and no work without one that arrives later.
+  std::atomic<Call::Clock::time_point> refusing_from{Call::Clock::time_point::max()};
   std::atomic<int64_t> in_flight{0};  // requests started and not yet answered
   std::atomic<int64_t> streams{0};
+
+  bool Refuses(Call::Clock::time_point arrived) const { return arrived >= refusing_from.load(); }
 };
 
 // Everything outlives the service.

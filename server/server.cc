@@ -397,7 +397,7 @@ void Server::Drain() {
                  {"limit_seconds", options_.drain_limit_seconds}});
   std::this_thread::sleep_until(
       std::min(limit, asked + std::chrono::seconds(options_.drain_delay_seconds)));
-  state_.refusing.store(true);
+  state_.refusing_from.store(steady_clock::now());
   while (!Quiet() && steady_clock::now() < limit) {
     if (batcher_->engine_failed()) return;
     std::this_thread::sleep_for(milliseconds(kDrainTickMs));

@@ -198,6 +198,12 @@ void Call::AcceptItem(int64_t received_bytes) {
   ++owed_;
 }
 
+Call::Clock::time_point Call::Arrived(int64_t item) {
+  const std::lock_guard lock(mutex_);
+  const Item& asked = items_.at(static_cast<size_t>(item - first_item_));
+  return asked.started + asked.receive;
+}
+
 void Call::Answer(int64_t item, grpc::ByteBuffer message, absl::StatusCode code, int label) {
   GiveAnswer(item, Take(message), absl::OkStatus(), code, label);
 }

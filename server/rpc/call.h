@@ -62,6 +62,10 @@ class Call : public std::enable_shared_from_this<Call> {
   // `error` is not OK. Ends the call with it, on a stream after the answers to earlier items.
   void Answer(int64_t item, const absl::Status& error, int label = kNoLabel);
 
+  // When all of an item not yet answered was read: before the request was counted as started
+  // (stream) or received (unary), so what is decided by it agrees with what the counts showed.
+  Clock::time_point Arrived(int64_t item);
+
   // Server streams only: one more message.
   void Send(grpc::ByteBuffer message);
   // Streams: stops reading, sends the answers of what was accepted, then ends with `status`;

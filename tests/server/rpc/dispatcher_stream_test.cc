@@ -164,6 +164,29 @@ TEST(DispatcherStreamTest, EndStreamAnswersWhatWasAcceptedAndRunsNothingElse) {
   server.StopAndExpectNoCalls();
 }
 
+// What decides about items by time (a drain) must agree with those who saw them counted.
+TEST(DispatcherStreamTest, AnItemArrivedBeforeItWasCounted) {
+  TestServer server;
+  grpc::ClientContext context;
+  const auto stream = server.stub->AttendStream(&context);
+  for (const std::string id : {"a", "b"}) {
+    const auto before = Call::Clock::now();
+    ASSERT_TRUE(stream->Write(WithId(id)));
+    while (server.observer.started() < (id == "a" ? 1 : 2)) std::this_thread::yield();
+    const auto counted = Call::Clock::now();
+    const HeldMethod::Held held = server.stream.Wait(1)[0];
+    EXPECT_GE(held.call->Arrived(held.item), before);
+    EXPECT_LE(held.call->Arrived(held.item), counted);
+    Echo(held);
+  }
+  context.TryCancel();
+  v1::AttendResponse response;
+  while (stream->Read(&response)) {
+  }
+  server.observer.WaitUntilIdle();
+  server.StopAndExpectNoCalls();
+}
+
 TEST(DispatcherStreamTest, AnItemThatArrivesAfterEndStreamIsNotRun) {
   TestServer server;
   grpc::ClientContext context;
