@@ -93,11 +93,10 @@ bool UsesDot(CpuIsa isa, const AttentionBatch& batch) {
 }
 
 // Whether the only tile of a head appends the item's keys: all are new, few enough for one segment
-// and for one task beside those of the rows. Not where vectors of values reach into the next
-// head's, which another worker may be writing.
-bool BringsKeys(const AttentionSpec& spec, const AttendItem& item, int64_t tile_rows) {
+// and for one task beside those of the rows.
+bool BringsKeys(const AttendItem& item, int64_t tile_rows) {
   return tile_rows >= item.rows && item.cached_keys == 0 && item.keys() <= kSegmentKeys &&
-         item.keys() <= 2 * item.rows && PaddedWidth(spec.v_head_dim) == spec.v_head_dim;
+         item.keys() <= 2 * item.rows;
 }
 
 std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, bool dot, int workers) {
@@ -120,7 +119,7 @@ std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, bool dot, i
     tile.q = batch.q + plan.row_begin[p] * spec.q_heads * spec.head_dim;
     tile.output = batch.output + plan.row_begin[p];
     const int64_t step = TileQueryRows(item.rows, spec.group_size(), wanted_rows);
-    tile.brings_keys = BringsKeys(spec, item, step);
+    tile.brings_keys = BringsKeys(item, step);
     for (tile.row_begin = 0; tile.row_begin < item.rows; tile.row_begin += step) {
       tile.query_rows = std::min(step, item.rows - tile.row_begin);
       tile.keys = VisibleToAny(spec, item, tile.row_begin, tile.query_rows);

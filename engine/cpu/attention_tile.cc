@@ -80,15 +80,15 @@ void WeighStrip(const TileRun& run, const BlockView& block, Strip& strip, Softma
   const D d;
   const int first = strip.all.begin / kLanes;
   const int last = (strip.all.end + kLanes - 1) / kLanes;
-  const bool ahead = strip.row == 0;
-  ProductStrip<kUnits, false>(strip.count, last - first,
-                              Factors{.a = run.q + strip.row * run.q_stride,
-                                      .a_stride = run.q_stride,
-                                      .b = block.keys + first * kLanes,
-                                      .b_stride = block.key_stride,
-                                      .steps = run.depth,
-                                      .ahead = ahead ? block.next_keys : nullptr},
-                              nullptr, strip.weights + first * kLanes, kBlockTokens);
+  ProductStrip<kUnits, false>(
+      strip.count, last - first,
+      Factors{.a = run.q + strip.row * run.q_stride,
+              .a_stride = run.q_stride,
+              .b = block.keys + first * kLanes,
+              .b_stride = block.key_stride,
+              .steps = run.depth,
+              .next = strip.row == 0 ? block.after_keys : std::span<const std::byte>()},
+      nullptr, strip.weights + first * kLanes, kBlockTokens);
   StripStatistics& s = strip.statistics;
   if (strip.whole) {
     WithRows(strip.count, [&](auto rows) {
@@ -126,12 +126,10 @@ void AddValues(const TileRun& run, BlockView& block, const Strip& strip, Softmax
                   .b = block.values + first * block.value_stride,
                   .b_stride = block.value_stride,
                   .steps = last - first,
-                  .ahead = nullptr};
+                  .next = {}};
   float* o = state.o + strip.row * run.o_stride;
   if (!strip.hides || ValuesAreFinite(run, block)) {
-    if (strip.row == 0 && block.next_values != nullptr) {
-      factors.ahead = block.next_values + first * block.value_stride;
-    }
+    if (strip.row == 0) factors.next = block.after_values;
     ProductStrip<kUnits, true>(strip.count, vectors, factors, strip.statistics.factor, o,
                                run.o_stride);
     return;
@@ -287,7 +285,7 @@ void WriteWeights(const TileRun& run, SoftmaxState state) {
                             .b = block.keys + first * kLanes,
                             .b_stride = block.key_stride,
                             .steps = run.depth,
-                            .ahead = nullptr};
+                            .next = {}};
       float* scores = run.scores + first * kLanes;
       WithUnits(run.units, [&](auto units) {
         ProductStrip<decltype(units)::value, false>(1, last - first, factors, nullptr, scores,

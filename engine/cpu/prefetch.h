@@ -6,15 +6,14 @@
 
 namespace attend {
 
-// Fetches a row into a cache before it is needed: level 1 or 2, for reading or for writing. For
+// Fetches a row into the first-level cache before it is needed, for reading or for writing. For
 // rows that no hardware fetches, because what lies between them is somebody else's ([rows, heads,
 // width] seen from one head), or whose reading would wait for what is computed meanwhile.
-template <bool kForWriting, int kLevel = 1>
+template <bool kForWriting>
 inline void FetchRow(const void* row, int64_t bytes) {
   constexpr int64_t kLine = 64;
-  constexpr int kLocality = 4 - kLevel;  // of __builtin_prefetch: 3 = level 1
   for (int64_t i = 0; i < bytes; i += kLine) {
-    __builtin_prefetch(static_cast<const std::byte*>(row) + i, kForWriting, kLocality);
+    __builtin_prefetch(static_cast<const std::byte*>(row) + i, kForWriting, 3);
   }
 }
 
