@@ -78,7 +78,7 @@ TEST(LinkTest, TheTextHoldsTheArithmetic) {
                               "(4 x (100 us + 200000 x (0.500 + 1.000) ns) - 100 us) / 0.0200"));
   samples.cached.compute_us = 0;
   EXPECT_THAT(LinkText(samples, 8), HasSubstr("unknown: a cached token costs less than"));
-  EXPECT_THAT(LinkText(Samples(), 8), HasSubstr("this link    any history: "));
+  EXPECT_THAT(LinkText(Samples(), 8), HasSubstr("this link    any history: 4 x "));
 }
 
 class TargetTest : public testing::Test {

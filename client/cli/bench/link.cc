@@ -17,11 +17,14 @@ std::string BreakEvenLine(const LinkSamples& samples, const std::string& name,
   const auto tokens = BreakEvenTokens(costs, samples.batch.bytes, wire_byte_us);
   std::string text = Format("  %-12s ", name.c_str());
   if (!tokens) return text + "unknown: a cached token costs less than can be measured\n";
+  if (*tokens <= 0) {
+    return text + Format("any history: %.0f x %s is no more than %.0f us\n", kTimes, rpc.c_str(),
+                         costs.base_us);
+  }
   const double each = *tokens / static_cast<double>(std::max<int64_t>(1, samples.batch.rows));
-  text += *tokens > 0 ? Format("%.0f cached tokens a call (%.0f a session)", *tokens, each)
-                      : "any history";
-  return text + Format(": (%.0f x %s - %.0f us) / %.4f us\n", kTimes, rpc.c_str(), costs.base_us,
-                       costs.cached_us);
+  return text + Format("%.0f cached tokens a call (%.0f a session): ", *tokens, each) +
+         Format("(%.0f x %s - %.0f us) / %.4f us\n", kTimes, rpc.c_str(), costs.base_us,
+                costs.cached_us);
 }
 
 }  // namespace
