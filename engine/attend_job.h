@@ -10,19 +10,18 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
-#include <vector>
 
 #include "engine/attention_plan.h"
 #include "engine/kv_cache.h"
 #include "engine/util/buffer_pool.h"
+#include "engine/util/recycled.h"
 
 namespace attend {
 
 // Which attention weights a request wants back (attend.v1.WeightsRequest, mode FULL).
 struct WeightsWanted {
   bool full = false;
-  std::vector<int32_t> heads;  // query heads; empty = all
+  RecycledVector<int32_t> heads;  // query heads; empty = all
   int64_t row_begin = 0;
   std::optional<int64_t> row_end;  // unset or beyond = the sequence's length
 };
@@ -31,13 +30,14 @@ struct SequenceJob {
   // What is asked. Pointers go into the job's input buffer.
   int64_t rows = 0;        // query rows
   InputRows query;         // [rows, d_model]; raw: [rows, q_heads, head_dim]
-  int64_t output_row = 0;  // row of the job's output where its rows begin
+  int64_t output_row = 0;  // row of the query tensor, and of the job's output, where they begin
   bool has_keys = false;   // brings keys: always in self-attention, else a context or raw k and v
   int64_t keys = 0;        // rows of key_source (self-attention: = rows, the same rows)
+  int64_t key_row = 0;     // row of the tensor that key_source lies in where they begin
   InputRows key_source;    // [keys, context_width]; raw: [keys, kv_heads, head_dim]
   InputRows value_source;  // raw: [keys, kv_heads, v_head_dim]
   std::array<uint64_t, 2> context_hash{};  // of dtype, shape and bytes of a context
-  std::string session_id;                  // empty = stateless
+  RecycledString session_id;               // empty = stateless
   std::optional<int64_t> position;
   bool rewind = false;
   bool no_append = false;
@@ -61,18 +61,19 @@ struct SequenceJob {
 struct AttendJob {
   // The layer: a loaded model's, or raw when model is -1.
   int model = -1;
-  int layer = 0;           // index in the model, or in the raw session
-  std::string layer_name;  // for messages and the log
-  bool cross = false;      // K and V come from a context (a plain module that was given one, too)
+  int layer = 0;              // index in the model, or in the raw session
+  RecycledString layer_name;  // for messages and the log
+  bool cross = false;  // K and V come from a context (a plain module that was given one, too)
   bool causal = false;
   bool raw_session = false;  // raw, in sessions: their layout holds the options
   std::shared_ptr<const AttentionSpec> raw_spec;  // raw: what the tensors and options say
 
-  std::vector<SequenceJob> sequences;
-  Buffer input;             // gathered request tensors
-  std::vector<float> bias;  // attention_bias [bias_sequences, bias_heads, bias_rows, bias_columns]
-  int64_t bias_sequences = 0;  // 0 = none; 1 or one per sequence
-  int64_t bias_heads = 0;      // 1 or q_heads
+  RecycledVector<SequenceJob> sequences;
+  Buffer input;                 // gathered request tensors
+  const float* bias = nullptr;  // in `input`: attention_bias
+                                // [bias_sequences, bias_heads, bias_rows, bias_columns]
+  int64_t bias_sequences = 0;   // 0 = none; 1 or one per sequence
+  int64_t bias_heads = 0;       // 1 or q_heads
   int64_t bias_rows = 0;
   int64_t bias_columns = 0;
 

@@ -60,7 +60,7 @@ void AddBias(const AttendJob& job, size_t index, AttendItem& item) {
   const int64_t slice = job.bias_sequences == 1 ? 0 : static_cast<int64_t>(index);
   const int64_t plane = job.bias_rows * job.bias_columns;
   item.bias.data =
-      job.bias.data() + slice * job.bias_heads * plane + sequence.rows_done * job.bias_columns;
+      job.bias + slice * job.bias_heads * plane + sequence.rows_done * job.bias_columns;
   item.bias.head_stride = job.bias_heads == 1 ? 0 : plane;
   item.bias.row_stride = job.bias_columns;
   item.bias.first_key = total_keys - job.bias_columns;

@@ -64,7 +64,7 @@ absl::StatusOr<ResolvedJob> AttentionRuntime::Resolve(AttendJob& job) {
               MakeError(absl::StatusCode::kNotFound,
                         {.reason = Reason::kUnknownLayer,
                          .field = "layer",
-                         .got = job.layer_name,
+                         .got = std::string(job.layer_name),
                          .wanted = "one of the " + std::to_string(layers.size()) +
                                    " layers of the session"}),
               error, offending);
@@ -116,13 +116,14 @@ absl::Status AttentionRuntime::CheckSequence(const AttendJob& job, const Resolve
   const int64_t cached = session->history.length[place];
   const int64_t position = sequence.position.value_or(cached);
   if (position > cached || (position < cached && !sequence.rewind)) {
-    return MakeError(absl::StatusCode::kFailedPrecondition,
-                     {.reason = Reason::kPositionMismatch,
-                      .field = field + ".position",
-                      .got = std::to_string(position),
-                      .wanted = std::to_string(cached) + ", the tokens layer " + job.layer_name +
-                                " has cached" + (position < cached ? " (or rewind)" : ""),
-                      .cached = cached});
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition,
+        {.reason = Reason::kPositionMismatch,
+         .field = field + ".position",
+         .got = std::to_string(position),
+         .wanted = std::to_string(cached) + ", the tokens layer " + std::string(job.layer_name) +
+                   " has cached" + (position < cached ? " (or rewind)" : ""),
+         .cached = cached});
   }
   if (session->max_tokens > 0 && !sequence.no_append &&
       position + sequence.keys > session->max_tokens) {

@@ -41,11 +41,11 @@ const char* ReasonText(Reason reason) {
 }
 
 // The message does not repeat the id: messages are logged, and an id gives access to its session.
-absl::Status Gone(const std::string& id, Reason reason) {
+absl::Status Gone(std::string_view id, Reason reason) {
   return MakeError(absl::StatusCode::kNotFound,
                    {.reason = reason,
                     .field = "session_id",
-                    .got = id.substr(0, kShownIdBytes),
+                    .got = std::string(id.substr(0, kShownIdBytes)),
                     .wanted = "an open session"},
                    std::string("session_id: the session is ") + ReasonText(reason));
 }
@@ -72,7 +72,7 @@ absl::StatusOr<Session*> SessionTable::Insert(std::unique_ptr<Session> session, 
   return inserted;
 }
 
-absl::StatusOr<Session*> SessionTable::Find(const std::string& id) const {
+absl::StatusOr<Session*> SessionTable::Find(std::string_view id) const {
   if (const auto found = open_.find(id); found != open_.end()) {
     return found->second.get();
   }
@@ -80,12 +80,11 @@ absl::StatusOr<Session*> SessionTable::Find(const std::string& id) const {
 
   // Split from the right: host names have dots.
   const size_t random = id.rfind('.');
-  const size_t start =
-      random == std::string::npos || random == 0 ? std::string::npos : id.rfind('.', random - 1);
-  if (start == std::string::npos || start == 0 || id.size() - random - 1 != 32) {
+  const size_t start = random == id.npos || random == 0 ? id.npos : id.rfind('.', random - 1);
+  if (start == id.npos || start == 0 || id.size() - random - 1 != 32) {
     return Gone(id, Reason::kSessionNotFound);
   }
-  const std::string owner = id.substr(0, start);
+  const std::string owner(id.substr(0, start));
   if (owner != replica_ && owner.size() <= kReplicaBytes) {
     return MakeError(absl::StatusCode::kFailedPrecondition, {.reason = Reason::kSessionMoved,
                                                              .field = "session_id",

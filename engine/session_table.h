@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -19,6 +20,7 @@
 #include "engine/attention_spec.h"
 #include "engine/kv_cache.h"
 #include "engine/util/error.h"
+#include "engine/util/recycled.h"
 
 namespace attend {
 
@@ -43,7 +45,7 @@ class SessionTable {
 
   // The open session, or why there is none: NOT_FOUND with the reason it ended, FAILED_PRECONDITION
   // SESSION_MOVED with its owner.
-  absl::StatusOr<Session*> Find(const std::string& id) const;
+  absl::StatusOr<Session*> Find(std::string_view id) const;
 
   // Removes the session and remembers the reason. The caller has freed its history.
   void End(const std::string& id, Reason reason, int64_t now_us);
@@ -57,7 +59,9 @@ class SessionTable {
 
   // Counts of ended sessions by reason since the start: expired, evicted, closed.
   int64_t ended(Reason reason) const;
-  const std::unordered_map<std::string, std::unique_ptr<Session>>& open() const { return open_; }
+  template <typename Value>
+  using ById = std::unordered_map<std::string, Value, StringHash, std::equal_to<>>;
+  const ById<std::unique_ptr<Session>>& open() const { return open_; }
   const std::string& replica() const { return replica_; }
 
  private:
@@ -69,8 +73,8 @@ class SessionTable {
   std::string replica_;
   std::string start_;
   int64_t capacity_;
-  std::unordered_map<std::string, std::unique_ptr<Session>> open_;
-  std::unordered_map<std::string, Reason> ended_;
+  ById<std::unique_ptr<Session>> open_;
+  ById<Reason> ended_;
   std::deque<Ended> ended_order_;
   std::unordered_map<int, int64_t> ended_count_;
 };

@@ -9,7 +9,7 @@
 namespace attend {
 
 void BatchQueue::Push(TaskId id, TaskFacts facts) {
-  for (const std::string& session : facts.session_ids) {
+  for (const RecycledString& session : facts.session_ids) {
     sessions_[session].push_back({id, facts.layer});
   }
   const auto [task, fresh] = tasks_.emplace(id, Task{std::move(facts), ++last_turn_});
@@ -33,7 +33,7 @@ void BatchQueue::ChunkEnded(TaskId id) {
 }
 
 bool BatchQueue::MayRun(TaskId id, const TaskFacts& facts) const {
-  for (const std::string& session : facts.session_ids) {
+  for (const RecycledString& session : facts.session_ids) {
     for (const Use& use : sessions_.at(session)) {
       if (use.id == id) break;
       if (use.layer == facts.layer || use.layer == TaskFacts::kAllLayers ||
@@ -46,7 +46,7 @@ bool BatchQueue::MayRun(TaskId id, const TaskFacts& facts) const {
 }
 
 // The task that sets the kind of the next batch.
-std::list<TaskId>::iterator BatchQueue::First() {
+BatchQueue::TaskList::iterator BatchQueue::First() {
   auto first_long = waiting_.end();
   auto first_short = waiting_.end();
   for (auto at = waiting_.begin(); at != waiting_.end(); ++at) {
@@ -62,16 +62,16 @@ std::list<TaskId>::iterator BatchQueue::First() {
 }
 
 // The task at `at` no longer waits; gives the one behind it.
-std::list<TaskId>::iterator BatchQueue::Take(std::list<TaskId>::iterator at) {
+BatchQueue::TaskList::iterator BatchQueue::Take(TaskList::iterator at) {
   tasks_.at(*at).place.reset();
   return waiting_.erase(at);
 }
 
-std::vector<TaskId> BatchQueue::Next(int64_t token_budget) {
+RecycledVector<TaskId> BatchQueue::Next(int64_t token_budget) {
   const auto first = First();
   if (first == waiting_.end()) return {};
   const Task& leader = tasks_.at(*first);
-  std::vector<TaskId> batch{*first};
+  RecycledVector<TaskId> batch{*first};
   Take(first);
   if (leader.is_long) chunk_ = batch.front();
   if (leader.is_long || leader.facts.kind == TaskFacts::kAlone) return batch;
@@ -117,8 +117,8 @@ void BatchQueue::Remove(TaskId id) {
   CHECK(found != tasks_.end());
   ChunkEnded(id);
   if (found->second.is_long) --long_tasks_;
-  for (const std::string& session : found->second.facts.session_ids) {
-    std::deque<Use>& uses = sessions_.at(session);
+  for (const RecycledString& session : found->second.facts.session_ids) {
+    RecycledVector<Use>& uses = sessions_.at(session);
     std::erase_if(uses, [id](const Use& use) { return use.id == id; });
     if (uses.empty()) sessions_.erase(session);
   }

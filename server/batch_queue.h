@@ -13,12 +13,11 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <list>
 #include <optional>
-#include <string>
-#include <unordered_map>
-#include <vector>
+#include <string_view>
+
+#include "engine/util/recycled.h"
 
 namespace attend {
 
@@ -29,8 +28,8 @@ struct TaskFacts {
   static constexpr uint64_t kAlone = 0;
   uint64_t kind = kAlone;
   int64_t tokens = 0;
-  int layer = kAllLayers;                // of all its sessions
-  std::vector<std::string> session_ids;  // distinct
+  int layer = kAllLayers;                      // of all its sessions
+  RecycledVector<RecycledString> session_ids;  // distinct
 
   static constexpr int kAllLayers = -1;
 };
@@ -45,7 +44,7 @@ class BatchQueue {
 
   // The tasks of the next batch, oldest first, now running; empty when nothing may run. Takes tasks
   // until their tokens reach the budget; the first one always.
-  std::vector<TaskId> Next(int64_t token_budget);
+  RecycledVector<TaskId> Next(int64_t token_budget);
 
   // A waiting task lets all others go first that the next chunk would wait for, too, but for later
   // ones of its sessions. It takes no turn for that: no chunk goes first that it would not wait for
@@ -58,9 +57,10 @@ class BatchQueue {
   void Remove(TaskId id);
 
   // The session has a waiting or running task.
-  bool Pinned(const std::string& session_id) const { return sessions_.contains(session_id); }
+  bool Pinned(std::string_view session_id) const { return sessions_.contains(session_id); }
 
-  const std::list<TaskId>& waiting() const { return waiting_; }
+  using TaskList = std::list<TaskId, RecyclingAllocator<TaskId>>;
+  const TaskList& waiting() const { return waiting_; }
   size_t size() const { return tasks_.size(); }  // waiting and running
 
  private:
@@ -72,20 +72,20 @@ class BatchQueue {
     TaskFacts facts;
     uint64_t turn = 0;  // order of arrival, or of the last return to the tail
     bool is_long = false;
-    std::optional<std::list<TaskId>::iterator> place = {};  // in waiting_; unset = it runs
+    std::optional<TaskList::iterator> place = {};  // in waiting_; unset = it runs
   };
   bool MayRun(TaskId id, const TaskFacts& facts) const;
-  std::list<TaskId>::iterator First();
-  std::list<TaskId>::iterator Take(std::list<TaskId>::iterator at);
+  TaskList::iterator First();
+  TaskList::iterator Take(TaskList::iterator at);
   void ChunkEnded(TaskId id);
 
-  std::unordered_map<TaskId, Task> tasks_;
+  RecycledMap<TaskId, Task> tasks_;
   uint64_t last_turn_ = 0;
   uint64_t before_chunk_ = 0;    // short tasks up to this turn go before the next chunk
   std::optional<TaskId> chunk_;  // the long task that runs
   size_t long_tasks_ = 0;
-  std::list<TaskId> waiting_;
-  std::unordered_map<std::string, std::deque<Use>> sessions_;  // in arrival order
+  TaskList waiting_;
+  RecycledMap<RecycledString, RecycledVector<Use>, StringHash> sessions_;  // in arrival order
 };
 
 }  // namespace attend

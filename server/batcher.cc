@@ -86,7 +86,7 @@ void Batcher::Submit(std::shared_ptr<AttendJob> job, Done done) {
 
 void Batcher::SubmitControl(const std::string& session_id, Control control, Done stopped) {
   TaskFacts facts;
-  if (!session_id.empty()) facts.session_ids.push_back(session_id);
+  if (!session_id.empty()) facts.session_ids.emplace_back(session_id);
   Push(std::move(facts), {nullptr, std::move(control), std::move(stopped)});
 }
 
@@ -159,8 +159,8 @@ int64_t Batcher::PredictUs(uint64_t kind, int64_t tokens) const {
 // them. Never one that has begun: it holds memory, which others may wait for.
 void Batcher::EndExpired() {
   const int64_t now = now_us_();
-  std::vector<std::pair<TaskId, std::shared_ptr<AttendJob>>> dead;
-  std::vector<TaskId> late;
+  RecycledVector<std::pair<TaskId, std::shared_ptr<AttendJob>>> dead;
+  RecycledVector<TaskId> late;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     look_ = false;
@@ -212,15 +212,16 @@ void Batcher::RunControl(TaskId id) {
 
 // Starts a batch of these tasks; one that has nothing for the engine ends here. False when none of
 // them came further, because batches in flight hold the memory they need.
-bool Batcher::StartJobs(const std::vector<TaskId>& ids) {
-  std::vector<AttendJob*> jobs;
-  for (TaskId id : ids) jobs.push_back(Find(id)->job.get());
-  Running running{runtime_.StartBatch(jobs), ids};
+bool Batcher::StartJobs(RecycledVector<TaskId> started) {
+  RecycledVector<AttendJob*> jobs;
+  for (TaskId id : started) jobs.push_back(Find(id)->job.get());
+  Running running{runtime_.StartBatch(jobs), std::move(started)};
+  const RecycledVector<TaskId>& ids = running.ids;
 
   // What did not fit is offered again, before younger tasks. But when nothing ran and nothing runs,
   // it waits for memory that waiting jobs hold: they get their turn first.
   const bool stuck = running.batch->outcome.sequences == 0 && in_flight_.empty();
-  std::vector<TaskId> untouched;
+  RecycledVector<TaskId> untouched;
   for (size_t i = 0; i < ids.size(); ++i) {
     if (running.batch->outcome.jobs[i].state == BatchOutcome::State::kUntouched) {
       untouched.push_back(ids[i]);
@@ -239,8 +240,9 @@ bool Batcher::StartJobs(const std::vector<TaskId>& ids) {
     in_flight_.push_back(std::move(running));
     return true;
   }
+  const bool some_ended = untouched.size() < ids.size();
   Finish(std::move(running));
-  return untouched.size() < ids.size() || in_flight_.empty();
+  return some_ended || in_flight_.empty();
 }
 
 void Batcher::Finish(Running running) {
@@ -271,7 +273,7 @@ void Batcher::Finish(Running running) {
 
 // Tells the queue which of the new jobs are long; the runtime knows.
 void Batcher::FindLong() {
-  std::vector<std::pair<TaskId, std::shared_ptr<AttendJob>>> jobs;
+  RecycledVector<std::pair<TaskId, std::shared_ptr<AttendJob>>> jobs;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (TaskId id : std::exchange(fresh_, {})) {
@@ -291,7 +293,7 @@ void Batcher::FindLong() {
 bool Batcher::StartNext() {
   FindLong();
   const int64_t enough = runtime_.info().enough_rows;
-  std::vector<TaskId> ids;
+  RecycledVector<TaskId> ids;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     ids = queue_.Next(enough > 0 ? std::min(enough, batch_tokens_) : batch_tokens_);
@@ -303,7 +305,7 @@ bool Batcher::StartNext() {
     RunControl(ids.front());
     return true;
   }
-  return StartJobs(ids);
+  return StartJobs(std::move(ids));
 }
 
 // Ends the oldest batch in flight. When another could be started: unless there is something to
@@ -320,7 +322,7 @@ void Batcher::FinishOldest(uint64_t seen) {
     }
   }
   Running oldest = std::move(in_flight_.front());
-  in_flight_.pop_front();
+  in_flight_.erase(in_flight_.begin());
   Finish(std::move(oldest));
 }
 
@@ -354,7 +356,7 @@ void Batcher::Loop() {
     if (in_flight_.size() == most || (!started && !in_flight_.empty())) FinishOldest(seen);
   }
   while (!in_flight_.empty()) FinishOldest(changes_.load());
-  std::vector<TaskId> rest;
+  RecycledVector<TaskId> rest;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     rest.assign(queue_.waiting().begin(), queue_.waiting().end());

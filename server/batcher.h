@@ -9,18 +9,17 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <unordered_map>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "engine/attend_job.h"
 #include "engine/attention_runtime.h"
+#include "engine/util/recycled.h"
 #include "server/batch_queue.h"
 
 namespace attend {
@@ -84,14 +83,14 @@ class Batcher {
   // A batch in flight and the tasks it will end or bring further.
   struct Running {
     std::unique_ptr<AttendBatch> batch;
-    std::vector<TaskId> ids;  // [batch->jobs]; those that are untouched wait again
+    RecycledVector<TaskId> ids;  // [batch->jobs]; those that are untouched wait again
   };
 
   void Push(TaskFacts facts, Task task);
   void Loop();
   bool WaitForWork();
   bool StartNext();
-  bool StartJobs(const std::vector<TaskId>& ids);
+  bool StartJobs(RecycledVector<TaskId> started);
   void FinishOldest(uint64_t seen);
   void Finish(Running running);
   void RunControl(TaskId id);
@@ -112,19 +111,19 @@ class Batcher {
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;
-  BatchQueue queue_;                        // guarded by mutex_
-  std::unordered_map<TaskId, Task> tasks_;  // guarded by mutex_
-  TaskId next_id_ = 1;                      // guarded by mutex_
-  std::vector<TaskId> fresh_;               // guarded by mutex_: jobs that came since FindLong
-  bool unpublished_ = false;          // guarded by mutex_: work was done since stats_ was filled
-  bool look_ = false;                 // guarded by mutex_: a waiting job was cancelled
-  bool stopping_ = false;             // guarded by mutex_
-  absl::Status stop_reason_;          // guarded by mutex_
-  BatcherStats stats_;                // guarded by mutex_
-  std::atomic<uint64_t> changes_{0};  // counts what WaitForWork wakes up for
-  std::deque<Running> in_flight_;     // engine thread; oldest first
-  int64_t published_us_ = 0;          // engine thread
-  double tokens_per_ms_ = 0;          // engine thread
+  BatchQueue queue_;                   // guarded by mutex_
+  RecycledMap<TaskId, Task> tasks_;    // guarded by mutex_
+  TaskId next_id_ = 1;                 // guarded by mutex_
+  RecycledVector<TaskId> fresh_;       // guarded by mutex_: jobs that came since FindLong
+  bool unpublished_ = false;           // guarded by mutex_: work was done since stats_ was filled
+  bool look_ = false;                  // guarded by mutex_: a waiting job was cancelled
+  bool stopping_ = false;              // guarded by mutex_
+  absl::Status stop_reason_;           // guarded by mutex_
+  BatcherStats stats_;                 // guarded by mutex_
+  std::atomic<uint64_t> changes_{0};   // counts what WaitForWork wakes up for
+  RecycledVector<Running> in_flight_;  // engine thread; oldest first
+  int64_t published_us_ = 0;           // engine thread
+  double tokens_per_ms_ = 0;           // engine thread
   std::unordered_map<uint64_t, double> full_tokens_per_ms_;  // engine thread; kind -> of batches
                                                              // of many rows
   std::atomic<bool> engine_failed_{false};

@@ -156,15 +156,16 @@ absl::StatusOr<Target> FindTarget(const ConvertContext& context, const v1::Atten
 
 absl::StatusOr<RequestTensor> CheckHiddenStates(const ReceivedAttend& request,
                                                 const AttentionSpec& spec) {
-  const std::string wanted =
-      absl::StrCat("[tokens, ", spec.d_model, "] or [batch, tokens, ", spec.d_model, "]");
+  const auto wanted = [&] {
+    return absl::StrCat("[tokens, ", spec.d_model, "] or [batch, tokens, ", spec.d_model, "]");
+  };
   ASSIGN_OR_RETURN(RequestTensor hidden,
                    CheckTensor({"hidden_states", request.request.has_hidden_states(),
                                 request.request.hidden_states(), request.hidden_states},
                                2, 3, wanted));
-  if (!hidden.present) return InvalidField("hidden_states", "none", wanted);
+  if (!hidden.present) return InvalidField("hidden_states", "none", wanted());
   if (hidden.shape.back() != spec.d_model) {
-    return ShapeError("hidden_states.shape", hidden.shape, wanted);
+    return ShapeError("hidden_states.shape", hidden.shape, wanted());
   }
   hidden.row_bytes = spec.d_model * DTypeBytes(hidden.dtype);
   return hidden;
@@ -175,19 +176,21 @@ absl::StatusOr<RequestTensor> CheckContext(const ReceivedAttend& request, const 
                                            int64_t sequences) {
   const bool listed = request.request.sequences_size() > 0;
   const bool packed = listed || sequences == 1;
-  const std::string wanted =
-      absl::StrCat(packed ? absl::StrCat("[rows, ", spec.context_width, "] or ") : std::string(),
-                   "[", sequences, ", rows, ", spec.context_width, "]");
+  const auto wanted = [&] {
+    return absl::StrCat(
+        packed ? absl::StrCat("[rows, ", spec.context_width, "] or ") : std::string(), "[",
+        sequences, ", rows, ", spec.context_width, "]");
+  };
   ASSIGN_OR_RETURN(RequestTensor context, CheckTensor({"context", request.request.has_context(),
                                                        request.request.context(), request.context},
                                                       2, 3, wanted));
   if (!context.present) {
     if (listed || sequences == 0) return context;
-    return InvalidField("context", "none", wanted);
+    return InvalidField("context", "none", wanted());
   }
   if (context.shape.back() != spec.context_width ||
       (context.shape.size() == 2 ? !packed : context.shape[0] != sequences)) {
-    return ShapeError("context.shape", context.shape, wanted);
+    return ShapeError("context.shape", context.shape, wanted());
   }
   context.row_bytes = spec.context_width * DTypeBytes(context.dtype);
   return context;
@@ -209,34 +212,21 @@ absl::Status CheckModelSequence(const v1::Sequence& sequence, size_t index, cons
   }
   RETURN_IF_ERROR(CheckPosition(sequence, index,
                                 target.cross ? PositionRule::kRefused : PositionRule::kRequired));
-  const std::string field = SequenceField(index, "context_length");
+  const auto field = [&] { return SequenceField(index, "context_length"); };
   if (!target.cross) {
     if (!sequence.has_context_length()) return absl::OkStatus();
-    return InvalidField(field, absl::StrCat(sequence.context_length()),
+    return InvalidField(field(), absl::StrCat(sequence.context_length()),
                         absl::StrCat("unset: layer ", target.layer->name, " takes no context"));
   }
   if (!sequence.has_context_length()) {
     if (session) return absl::OkStatus();
-    return InvalidField(field, "none",
+    return InvalidField(field(), "none",
                         "the context rows of a sequence without session (0 = empty)");
   }
   return CheckRows(index, "context_length", sequence.context_length(), context_rows, "context");
 }
 
-// The request's sequences; without any, one per slot, of full length.
-std::vector<v1::Sequence> ListSequences(const v1::AttendRequest& request, int64_t count,
-                                        int64_t rows, const RequestTensor& context) {
-  if (request.sequences_size() > 0) {
-    return {request.sequences().begin(), request.sequences().end()};
-  }
-  v1::Sequence whole;
-  whole.set_length(rows);
-  if (context.present) whole.set_context_length(context.shape[context.shape.size() - 2]);
-  return std::vector<v1::Sequence>(static_cast<size_t>(count), whole);
-}
-
-absl::Status AddSequences(const Target& target, const std::vector<v1::Sequence>& sequences,
-                          Draft& draft) {
+absl::Status AddSequences(const Target& target, const SequenceList& sequences, Draft& draft) {
   const auto rows_of = [](const RequestTensor& tensor) {  // of the whole, or of a slot
     return tensor.present ? tensor.shape[tensor.shape.size() - 2] : 0;
   };
@@ -249,15 +239,15 @@ absl::Status AddSequences(const Target& target, const std::vector<v1::Sequence>&
   RETURN_IF_ERROR(errors.Get());
   RowCursor rows(packed(draft.query) ? -1 : rows_of(draft.query));
   RowCursor keys(packed(draft.keys) ? -1 : rows_of(draft.keys));
+  draft.job->sequences.reserve(sequences.size());
   for (size_t i = 0; i < sequences.size(); ++i) {
     const v1::Sequence& source = sequences[i];
-    SequenceJob sequence = BeginSequence(source);
+    SequenceJob& sequence = draft.job->sequences.emplace_back();
+    BeginSequence(source, sequence);
     sequence.has_keys = !target.cross || source.has_context_length();
     sequence.keys = target.cross ? source.context_length() : source.length();
     sequence.output_row = rows.Take(i, sequence.rows);
-    draft.query_row.push_back(sequence.output_row);
-    draft.key_row.push_back(target.cross ? keys.Take(i, sequence.keys) : sequence.output_row);
-    draft.job->sequences.push_back(std::move(sequence));
+    sequence.key_row = target.cross ? keys.Take(i, sequence.keys) : sequence.output_row;
   }
   if (packed(draft.query)) {
     RETURN_IF_ERROR(CheckSum("length", rows.taken(), rows_of(draft.query), "hidden_states"));
@@ -293,7 +283,7 @@ absl::StatusOr<Draft> DraftModelRequest(const ConvertContext& context,
   const AttentionSpec& spec = target.layer->spec;
   Draft draft;
   draft.q_heads = spec.q_heads;
-  draft.job = std::make_shared<AttendJob>();
+  draft.job = MakeRecycled<AttendJob>();
   draft.job->model = target.model_index;
   draft.job->layer = target.layer_index;
   draft.job->layer_name = target.layer->name;
@@ -301,7 +291,7 @@ absl::StatusOr<Draft> DraftModelRequest(const ConvertContext& context,
   draft.job->causal = target.causal;
 
   ASSIGN_OR_RETURN(draft.query, CheckHiddenStates(request, spec));
-  const std::vector<int64_t>& shape = draft.query.shape;
+  const Shape& shape = draft.query.shape;
   const bool padded = shape.size() == 3;
   const int64_t slots = padded ? shape[0] : 1;
   const int64_t count = head.sequences_size() > 0 ? head.sequences_size() : slots;
@@ -320,7 +310,9 @@ absl::StatusOr<Draft> DraftModelRequest(const ConvertContext& context,
   draft.output_shape = shape;
   draft.output_shape.back() = spec.output_width;
   const int64_t rows = padded ? shape[1] : shape[0];
-  RETURN_IF_ERROR(AddSequences(target, ListSequences(head, count, rows, draft.keys), draft));
+  std::optional<int64_t> context_rows;
+  if (draft.keys.present) context_rows = draft.keys.shape[draft.keys.shape.size() - 2];
+  RETURN_IF_ERROR(AddSequences(target, {head, count, rows, context_rows}, draft));
   return draft;
 }
 

@@ -18,6 +18,7 @@
 #include "engine/attend_job.h"
 #include "engine/attention_runtime.h"
 #include "engine/util/buffer_pool.h"
+#include "engine/util/recycled.h"
 #include "server/rpc/wire.h"
 
 namespace attend {
@@ -35,14 +36,10 @@ struct ConvertContext {
 struct ConvertedAttend {
   // Complete but for arrival_us and deadline_us.
   std::shared_ptr<AttendJob> job;
-  std::string request_id;
-  // Without a job only, for the log: what the refused request named, cut to 128 bytes.
-  std::string asked_model = {};
-  std::string asked_layer = {};
-  std::string asked_session_id = {};  // of its first sequence
-  int64_t timeout_us = 0;             // 0 = not given
+  RecycledString request_id;
+  int64_t timeout_us = 0;  // 0 = not given
   // At most one dimension is -1: known only to the session, it follows from job->output_width.
-  std::vector<int64_t> output_shape;
+  Shape output_shape;
 };
 
 // Called with AttendJob::tokens() when every check has passed and before tensor bytes are copied;
@@ -61,8 +58,9 @@ absl::StatusOr<OpenSessionArguments> ConvertOpenSession(const ConvertContext& co
 
 // The answer to a finished job, in the two parts EncodeAttendResponse takes: everything but the
 // output, and the output, which refers to job->output. `now_us` is on the clock of job->arrival_us.
-v1::AttendResponse ToResponse(const ConvertContext& context, const ConvertedAttend& converted,
-                              int64_t now_us);
+// A response that is filled again and again keeps its memory.
+void ToResponse(const ConvertContext& context, const ConvertedAttend& converted, int64_t now_us,
+                v1::AttendResponse& response);
 OutputTensor OutputOf(const ConvertedAttend& converted);
 
 v1::Session ToProto(const SessionState& state);

@@ -36,11 +36,13 @@ v1::Layer ToProto(const LoadedLayer& layer) {
 
 }  // namespace
 
-v1::AttendResponse ToResponse(const ConvertContext& context, const ConvertedAttend& converted,
-                              int64_t now_us) {
+void ToResponse(const ConvertContext& context, const ConvertedAttend& converted, int64_t now_us,
+                v1::AttendResponse& response) {
   const AttendJob& job = *converted.job;
-  v1::AttendResponse response;
-  response.set_request_id(converted.request_id);
+  // Cleared as a whole it would free its parts. Nobody sets other fields.
+  response.clear_positions();
+  response.clear_weights();
+  response.set_request_id(converted.request_id.data(), converted.request_id.size());
   const int64_t total_us = std::max<int64_t>(0, now_us - job.arrival_us);
   v1::Timing& timing = *response.mutable_timing();
   // A job without rows never enters a batch: it only waited.
@@ -64,7 +66,6 @@ v1::AttendResponse ToResponse(const ConvertContext& context, const ConvertedAtte
                           DTypeBytes(DType::kF32);
     if (bytes > 0) weights.set_data(sequence.weights.data.get(), static_cast<size_t>(bytes));
   }
-  return response;
 }
 
 OutputTensor OutputOf(const ConvertedAttend& converted) {

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <array>
-#include <unordered_map>
+#include <string_view>
 #include <unordered_set>
 #include <utility>
 
@@ -43,11 +43,12 @@ absl::StatusOr<RequestTensor> CheckBias(const ReceivedAttend& request, const Dra
     keys = total < 0 || keys < 0 ? -1 : std::max(keys, total);
   }
   const auto count = static_cast<int64_t>(job.sequences.size());
-  const std::string wanted =
-      absl::StrCat("[1 or ", count, " sequences, 1 or ",
-                   draft.q_heads == 0 ? std::string("q_heads") : absl::StrCat(draft.q_heads),
-                   " heads, ", rows, " rows (the longest length), ",
-                   keys < 0 ? std::string("keys") : absl::StrCat("0 .. ", keys, " keys"), "]");
+  const auto wanted = [&] {
+    return absl::StrCat("[1 or ", count, " sequences, 1 or ",
+                        draft.q_heads == 0 ? std::string("q_heads") : absl::StrCat(draft.q_heads),
+                        " heads, ", rows, " rows (the longest length), ",
+                        keys < 0 ? std::string("keys") : absl::StrCat("0 .. ", keys, " keys"), "]");
+  };
   ASSIGN_OR_RETURN(RequestTensor bias,
                    CheckTensor({"attention_bias", request.request.has_attention_bias(),
                                 request.request.attention_bias(), request.attention_bias},
@@ -55,10 +56,10 @@ absl::StatusOr<RequestTensor> CheckBias(const ReceivedAttend& request, const Dra
   if (bias.dtype != DType::kF32) {
     return InvalidField("attention_bias.dtype", DTypeName(bias.dtype), "F32");
   }
-  const std::vector<int64_t>& shape = bias.shape;
+  const Shape& shape = bias.shape;
   if ((shape[0] != 1 && shape[0] != count) || (shape[1] != 1 && shape[1] != draft.q_heads) ||
       shape[2] != rows || (keys >= 0 && shape[3] > keys)) {
-    return ShapeError("attention_bias.shape", shape, wanted);
+    return ShapeError("attention_bias.shape", shape, wanted());
   }
   job.bias_sequences = shape[0];
   job.bias_heads = shape[1];
@@ -112,7 +113,7 @@ void PlaceTensors(const ConvertContext& context, const ReceivedAttend& request,
   AttendJob& job = *draft.job;
   job.input =
       context.buffers->Get(Aligned(draft.query.data.bytes) + Aligned(draft.keys.data.bytes) +
-                           Aligned(draft.values.data.bytes));
+                           Aligned(draft.values.data.bytes) + Aligned(bias.data.bytes));
   std::byte* next = job.input.data.get();
   const auto gather = [&](const RequestTensor& tensor) -> const std::byte* {
     if (!tensor.present) return nullptr;
@@ -124,23 +125,19 @@ void PlaceTensors(const ConvertContext& context, const ReceivedAttend& request,
   const std::byte* query = gather(draft.query);
   const std::byte* keys = gather(draft.keys);
   const std::byte* values = gather(draft.values);
-  if (bias.present) {
-    job.bias.resize(static_cast<size_t>(bias.data.bytes) / sizeof(float));
-    request.Gather(bias.data, reinterpret_cast<std::byte*>(job.bias.data()));
-  }
+  job.bias = reinterpret_cast<const float*>(gather(bias));
   const auto rows = [](const RequestTensor& tensor, const std::byte* data, int64_t row) {
     return tensor.present ? InputRows{data + row * tensor.row_bytes, tensor.dtype} : InputRows{};
   };
-  for (size_t i = 0; i < job.sequences.size(); ++i) {
-    SequenceJob& sequence = job.sequences[i];
-    sequence.query = rows(draft.query, query, draft.query_row[i]);
+  for (SequenceJob& sequence : job.sequences) {
+    sequence.query = rows(draft.query, query, sequence.output_row);
     if (!sequence.has_keys) continue;
     if (!draft.values.present && !job.cross) {  // self-attention
       sequence.key_source = sequence.query;
       continue;
     }
-    sequence.key_source = rows(draft.keys, keys, draft.key_row[i]);
-    sequence.value_source = rows(draft.values, values, draft.key_row[i]);
+    sequence.key_source = rows(draft.keys, keys, sequence.key_row);
+    sequence.value_source = rows(draft.values, values, sequence.key_row);
     if (job.cross && !sequence.session_id.empty()) {
       sequence.context_hash = HashContext(sequence.key_source, sequence.keys, draft.keys.row_bytes);
     }
@@ -175,31 +172,31 @@ absl::Status ShapeError(const std::string& field, std::span<const int64_t> shape
 }
 
 absl::StatusOr<RequestTensor> CheckTensor(const TensorSource& source, size_t min_rank,
-                                          size_t max_rank, const std::string& wanted) {
+                                          size_t max_rank, Text wanted) {
   RequestTensor checked;
   checked.field = source.field;
   if (!source.present) return checked;
-  const std::string field = source.field;
+  const auto shape_field = [&] { return absl::StrCat(source.field, ".shape"); };
   const int dtype = source.tensor.dtype();
   if (dtype != v1::DTYPE_F32 && dtype != v1::DTYPE_F16 && dtype != v1::DTYPE_BF16) {
-    return InvalidField(field + ".dtype", DTypeText(dtype), "F32, F16 or BF16");
+    return InvalidField(absl::StrCat(source.field, ".dtype"), DTypeText(dtype), "F32, F16 or BF16");
   }
   checked.dtype = static_cast<DType>(dtype);
   const std::span<const int64_t> shape(source.tensor.shape().data(),
                                        static_cast<size_t>(source.tensor.shape_size()));
   if (shape.size() < min_rank || shape.size() > max_rank) {
-    return ShapeError(field + ".shape", shape, wanted);
+    return ShapeError(shape_field(), shape, wanted());
   }
   int64_t bytes = DTypeBytes(checked.dtype);
   for (int64_t dimension : shape) {
-    if (dimension < 0) return ShapeError(field + ".shape", shape, "dimensions of 0 or more");
+    if (dimension < 0) return ShapeError(shape_field(), shape, "dimensions of 0 or more");
     if (__builtin_mul_overflow(bytes, dimension, &bytes)) {
-      return ShapeError(field + ".shape", shape, "a product below 2^63 bytes");
+      return ShapeError(shape_field(), shape, "a product below 2^63 bytes");
     }
   }
   if (source.data.bytes != bytes) {
     return InvalidField(
-        field, absl::StrCat(source.data.bytes, " bytes"),
+        source.field, absl::StrCat(source.data.bytes, " bytes"),
         absl::StrCat(bytes, " = ", ShapeText(shape), " x ", DTypeBytes(checked.dtype), " bytes (",
                      DTypeName(checked.dtype), ")"));
   }
@@ -247,19 +244,29 @@ absl::Status CheckPosition(const v1::Sequence& sequence, size_t index, PositionR
   return absl::OkStatus();
 }
 
-SequenceJob BeginSequence(const v1::Sequence& sequence) {
-  SequenceJob begun;
+SequenceList::SequenceList(const v1::AttendRequest& request, int64_t count, int64_t length,
+                           std::optional<int64_t> context_length)
+    : listed_(request.sequences()),
+      count_(listed_.empty() ? static_cast<size_t>(count) : static_cast<size_t>(listed_.size())) {
+  whole_.set_length(length);
+  if (context_length.has_value()) whole_.set_context_length(*context_length);
+}
+
+void BeginSequence(const v1::Sequence& sequence, SequenceJob& begun) {
   begun.rows = sequence.length();
   begun.session_id = sequence.session_id();
   if (sequence.has_position()) begun.position = sequence.position();
   begun.rewind = sequence.rewind();
   begun.no_append = sequence.no_append();
-  return begun;
 }
 
 absl::Status CheckSessionsDiffer(std::span<const SequenceJob> sequences) {
   if (sequences.size() < 2) return absl::OkStatus();
-  std::unordered_map<std::string, int> count;
+  if (std::none_of(sequences.begin(), sequences.end(),
+                   [](const SequenceJob& sequence) { return !sequence.session_id.empty(); })) {
+    return absl::OkStatus();
+  }
+  RecycledMap<std::string_view, int> count;
   for (const SequenceJob& sequence : sequences) ++count[sequence.session_id];
   SequenceErrors errors;
   for (size_t i = 0; i < sequences.size(); ++i) {
@@ -301,7 +308,7 @@ absl::StatusOr<ConvertedAttend> CompleteDraft(const ConvertContext& context,
   if (admit) RETURN_IF_ERROR(admit(tokens));
   PlaceTensors(context, request, bias, draft);
   return ConvertedAttend{.job = std::move(draft.job),
-                         .request_id = head.request_id(),
+                         .request_id = RecycledString(head.request_id()),
                          .timeout_us = head.timeout_us(),
                          .output_shape = std::move(draft.output_shape)};
 }

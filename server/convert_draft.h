@@ -5,10 +5,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "engine/util/error.h"
 #include "engine/util/text.h"
 #include "server/convert.h"
@@ -21,20 +23,18 @@ struct RequestTensor {
   const char* field = "";
   DataRange data;
   DType dtype = DType::kUnspecified;
-  std::vector<int64_t> shape;
+  Shape shape;
   int64_t row_bytes = 0;  // set once the widths are checked
 };
 
 // A request on its way: the job with everything but pointers, and where the pointers will point to.
 struct Draft {
   std::shared_ptr<AttendJob> job;
-  RequestTensor query;             // hidden states, or raw q
-  RequestTensor keys;              // context, or raw k; absent in self-attention
-  RequestTensor values;            // raw v
-  std::vector<int64_t> query_row;  // [sequences] row of `query` where the sequence begins
-  std::vector<int64_t> key_row;    // [sequences] row of `keys`, `values`
-  int64_t q_heads = 0;             // 0 = only the session knows
-  std::vector<int64_t> output_shape;
+  RequestTensor query;   // hidden states, or raw q
+  RequestTensor keys;    // context, or raw k; absent in self-attention
+  RequestTensor values;  // raw v
+  int64_t q_heads = 0;   // 0 = only the session knows
+  Shape output_shape;
 };
 
 absl::StatusOr<Draft> DraftModelRequest(const ConvertContext& context,
@@ -52,10 +52,13 @@ struct TensorSource {
   DataRange data;
 };
 
+// Text for an error, made when there is one.
+using Text = absl::FunctionRef<std::string()>;
+
 // Checks dtype, ranks, dimensions and bytes; `wanted` describes the shapes allowed. An absent
 // tensor is not an error.
 absl::StatusOr<RequestTensor> CheckTensor(const TensorSource& source, size_t min_rank,
-                                          size_t max_rank, const std::string& wanted);
+                                          size_t max_rank, Text wanted);
 // INVALID_ARGUMENT for a tensor of the wrong shape.
 absl::Status ShapeError(const std::string& field, std::span<const int64_t> shape,
                         const std::string& wanted);
@@ -88,9 +91,25 @@ absl::Status CheckRows(size_t index, const char* name, int64_t value, int64_t li
 enum class PositionRule : uint8_t { kRequired, kOptional, kRefused };
 absl::Status CheckPosition(const v1::Sequence& sequence, size_t index, PositionRule in_session);
 
+// The sequences a request lists, or `count` times the whole one.
+class SequenceList {
+ public:
+  SequenceList(const v1::AttendRequest& request, int64_t count, int64_t length,
+               std::optional<int64_t> context_length);
+  size_t size() const { return count_; }
+  const v1::Sequence& operator[](size_t index) const {
+    return listed_.empty() ? whole_ : listed_[static_cast<int>(index)];
+  }
+
+ private:
+  const google::protobuf::RepeatedPtrField<v1::Sequence>& listed_;
+  size_t count_;
+  v1::Sequence whole_;
+};
+
 // Rows, session and position as the (checked) wire sequence has them; keys and places are the
 // caller's.
-SequenceJob BeginSequence(const v1::Sequence& sequence);
+void BeginSequence(const v1::Sequence& sequence, SequenceJob& begun);
 
 // No session may be named twice.
 absl::Status CheckSessionsDiffer(std::span<const SequenceJob> sequences);

@@ -4,6 +4,7 @@
 // sessions to open.
 #include <charconv>
 #include <cmath>
+#include <string_view>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -73,14 +74,15 @@ struct RawTensors {
 
 absl::StatusOr<RequestTensor> CheckRawTensor(const ConvertContext& context,
                                              const TensorSource& source, const char* wanted) {
-  ASSIGN_OR_RETURN(RequestTensor tensor, CheckTensor(source, 3, 3, wanted));
+  ASSIGN_OR_RETURN(RequestTensor tensor,
+                   CheckTensor(source, 3, 3, [&] { return std::string(wanted); }));
   if (!tensor.present) return tensor;
-  const std::string field = absl::StrCat(source.field, ".shape");
+  const auto field = [&] { return absl::StrCat(source.field, ".shape"); };
   if (tensor.shape[1] < 1 || tensor.shape[1] > kMaxHeads) {
-    return ShapeError(field, tensor.shape, absl::StrCat("1 .. ", kMaxHeads, " heads"));
+    return ShapeError(field(), tensor.shape, absl::StrCat("1 .. ", kMaxHeads, " heads"));
   }
   if (tensor.shape[2] < 1 || tensor.shape[2] > context.max_head_dim) {
-    return ShapeError(field, tensor.shape, absl::StrCat("heads of 1 .. ", context.max_head_dim));
+    return ShapeError(field(), tensor.shape, absl::StrCat("heads of 1 .. ", context.max_head_dim));
   }
   tensor.row_bytes = tensor.shape[1] * tensor.shape[2] * DTypeBytes(tensor.dtype);
   return tensor;
@@ -183,12 +185,7 @@ absl::Status CheckRawSequence(const v1::Sequence& sequence, size_t index, const 
 absl::Status AddRawSequences(const v1::AttendRequest& request, Draft& draft) {
   const int64_t q_rows = draft.query.present ? draft.query.shape[0] : 0;
   const int64_t k_rows = draft.keys.present ? draft.keys.shape[0] : 0;
-  std::vector<v1::Sequence> sequences(request.sequences().begin(), request.sequences().end());
-  if (sequences.empty()) {
-    v1::Sequence& whole = sequences.emplace_back();
-    whole.set_length(q_rows);
-    whole.set_context_length(k_rows);
-  }
+  const SequenceList sequences(request, 1, q_rows, k_rows);
   SequenceErrors errors;
   for (size_t i = 0; i < sequences.size(); ++i) {
     errors.Add(i, CheckRawSequence(sequences[i], i, draft));
@@ -196,17 +193,17 @@ absl::Status AddRawSequences(const v1::AttendRequest& request, Draft& draft) {
   RETURN_IF_ERROR(errors.Get());
   RowCursor rows(-1);
   RowCursor keys(-1);
+  draft.job->sequences.reserve(sequences.size());
   for (size_t i = 0; i < sequences.size(); ++i) {
     const v1::Sequence& source = sequences[i];
-    SequenceJob sequence = BeginSequence(source);
+    SequenceJob& sequence = draft.job->sequences.emplace_back();
+    BeginSequence(source, sequence);
     sequence.has_keys = draft.keys.present;
     sequence.keys = !draft.keys.present           ? 0
                     : source.has_context_length() ? source.context_length()
                                                   : source.length();
     sequence.output_row = rows.Take(i, sequence.rows);
-    draft.query_row.push_back(sequence.output_row);
-    draft.key_row.push_back(keys.Take(i, sequence.keys));
-    draft.job->sequences.push_back(std::move(sequence));
+    sequence.key_row = keys.Take(i, sequence.keys);
   }
   RETURN_IF_ERROR(CheckSum("length", rows.taken(), q_rows, "raw.q"));
   return CheckSum("context_length", keys.taken(), k_rows, "raw.k");
@@ -263,9 +260,9 @@ absl::StatusOr<Draft> DraftRawRequest(const ConvertContext& context,
   if (!in_sessions) RETURN_IF_ERROR(SetOptions(head.raw().options(), spec));
 
   draft.q_heads = spec.q_heads;
-  draft.job = std::make_shared<AttendJob>();
+  draft.job = MakeRecycled<AttendJob>();
   draft.job->raw_session = in_sessions;
-  draft.job->layer_name = in_sessions ? head.layer() : "raw";
+  draft.job->layer_name = in_sessions ? std::string_view(head.layer()) : "raw";
   if (in_sessions) {
     ASSIGN_OR_RETURN(draft.job->layer, ParseRawLayer(head.layer()));
   }
@@ -273,7 +270,7 @@ absl::StatusOr<Draft> DraftRawRequest(const ConvertContext& context,
   draft.job->output_rows = draft.query.present ? draft.query.shape[0] : 0;
   draft.output_shape = {draft.job->output_rows, spec.q_heads > 0 ? spec.q_heads : -1,
                         spec.v_head_dim > 0 ? spec.v_head_dim : -1};
-  draft.job->raw_spec = std::make_shared<const AttentionSpec>(std::move(spec));
+  draft.job->raw_spec = MakeRecycled<AttentionSpec>(std::move(spec));
   RETURN_IF_ERROR(AddRawSequences(head, draft));
   return draft;
 }

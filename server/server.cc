@@ -398,10 +398,10 @@ void Server::Drain() {
   std::this_thread::sleep_until(
       std::min(limit, asked + std::chrono::seconds(options_.drain_delay_seconds)));
   state_.refusing_from.store(steady_clock::now());
-  while (!Quiet() && steady_clock::now() < limit) {
+  do {  // the first look comes later, too: what has just begun may not be counted yet
     if (batcher_->engine_failed()) return;
     std::this_thread::sleep_for(milliseconds(kDrainTickMs));
-  }
+  } while (!Quiet() && steady_clock::now() < limit);
   const int64_t lost = batcher_->Stats().runtime.sessions_open;
   const absl::Status reason =
       MakeError(absl::StatusCode::kUnavailable, {.reason = Reason::kDraining}, "the server stops");

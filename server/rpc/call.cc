@@ -198,10 +198,17 @@ void Call::AcceptItem(int64_t received_bytes) {
   ++owed_;
 }
 
-Call::Clock::time_point Call::Arrived(int64_t item) {
+Call::Clock::time_point Call::Started(int64_t item) {
   const std::lock_guard lock(mutex_);
-  const Item& asked = items_.at(static_cast<size_t>(item - first_item_));
-  return asked.started + asked.receive;
+  return Owed(item).started;
+}
+
+Call::Item& Call::Owed(int64_t item) {
+  const int64_t index = item - first_item_;
+  CHECK(index >= 0 && index < static_cast<int64_t>(items_.size()));
+  Item& owed = items_[static_cast<size_t>(index)];
+  CHECK(!owed.answered);
+  return owed;
 }
 
 void Call::Answer(int64_t item, grpc::ByteBuffer message, absl::StatusCode code, int label) {
@@ -216,9 +223,7 @@ void Call::Answer(int64_t item, const absl::Status& error, int label) {
 void Call::GiveAnswer(int64_t item, grpc::ByteBuffer message, const absl::Status& error,
                       absl::StatusCode code, int label) {
   const std::lock_guard lock(mutex_);
-  const int64_t index = item - first_item_;
-  CHECK(index >= 0 && index < static_cast<int64_t>(items_.size()) && !items_[index].answered);
-  Item& answered = items_[index];
+  Item& answered = Owed(item);
   answered.answered = Clock::now();
   answered.message.Swap(&message);
   answered.error = error;

@@ -24,6 +24,7 @@
 #include <string_view>
 
 #include "absl/status/status.h"
+#include "engine/util/recycled.h"
 #include "server/rpc/call_queue.h"
 #include "server/rpc/method.h"
 
@@ -39,6 +40,8 @@ class Call : public std::enable_shared_from_this<Call> {
   ~Call();
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
+  static void* operator new(size_t bytes) { return RecycledMemory::Get(bytes); }
+  static void operator delete(void* memory, size_t bytes) { RecycledMemory::Put(memory, bytes); }
 
   // --- Facts, fixed once the headers are in.
   const Method& method() const { return *method_; }
@@ -62,9 +65,9 @@ class Call : public std::enable_shared_from_this<Call> {
   // `error` is not OK. Ends the call with it, on a stream after the answers to earlier items.
   void Answer(int64_t item, const absl::Status& error, int label = kNoLabel);
 
-  // When all of an item not yet answered was read: before the request was counted as started
-  // (stream) or received (unary), so what is decided by it agrees with what the counts showed.
-  Clock::time_point Arrived(int64_t item);
+  // When the request of an item not yet answered began: its headers came (unary), or it was read
+  // (stream). Not after it was counted, so what is decided by it agrees with the counts.
+  Clock::time_point Started(int64_t item);
 
   // Server streams only: one more message.
   void Send(grpc::ByteBuffer message);
@@ -124,6 +127,7 @@ class Call : public std::enable_shared_from_this<Call> {
   // All below: mutex_ is held.
   bool reading_ended() const { return half_closed_ || end_.has_value(); }
   bool answers_owed() const;
+  Item& Owed(int64_t item);  // one without an answer
   void AcceptItem(int64_t received_bytes);
   void Advance();  // starts whatever can be started
   void WriteNextAnswer();
@@ -159,10 +163,10 @@ class Call : public std::enable_shared_from_this<Call> {
 
   mutable std::mutex mutex_;
   // Guarded by mutex_:
-  std::deque<Item> items_;  // accepted, not yet written
-  int64_t first_item_ = 0;  // number of items_.front()
-  int64_t owed_ = 0;        // items without an answer
-  int messages_ = 0;        // read for a unary call or server stream
+  std::deque<Item, RecyclingAllocator<Item>> items_;  // accepted, not yet written
+  int64_t first_item_ = 0;                            // number of items_.front()
+  int64_t owed_ = 0;                                  // items without an answer
+  int messages_ = 0;                                  // read for a unary call or server stream
   bool admitted_ = false;
   bool reading_ = false;      // a read is running
   bool writing_ = false;      // a write is running

@@ -12,9 +12,10 @@
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
-#include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "engine/util/recycled.h"
 
 namespace attend {
 
@@ -46,8 +47,8 @@ class CallSet {
 
  private:
   mutable std::mutex mutex_;
-  bool refusing_ = false;                                 // guarded by mutex_
-  std::unordered_map<Call*, std::weak_ptr<Call>> calls_;  // guarded by mutex_
+  bool refusing_ = false;                          // guarded by mutex_
+  RecycledMap<Call*, std::weak_ptr<Call>> calls_;  // guarded by mutex_
 };
 
 // Thread-safe.

@@ -148,7 +148,8 @@ Method& Dispatcher::MethodFor(std::string_view path) {
 }
 
 void Dispatcher::PostCall(const std::shared_ptr<CallQueue>& queue) {
-  const std::shared_ptr<Call> call(new Call(*this, queue, observer_, items_in_flight_));
+  const std::shared_ptr<Call> call(new Call(*this, queue, observer_, items_in_flight_),
+                                   std::default_delete<Call>(), RecyclingAllocator<Call>());
   call->Post(service_);
 }
 

@@ -9,6 +9,7 @@
 
 #include "engine/util/check.h"
 #include "engine/util/error.h"
+#include "engine/util/recycled.h"
 #include "engine/util/status_macros.h"
 
 namespace attend {
@@ -26,6 +27,9 @@ enum WireType : uint32_t {
 
 // Protobuf's own nesting limit: what is deeper is refused there too.
 constexpr int kMaxGroupDepth = 100;
+
+// A message that was larger, its tensors not counted, leaves no memory for the next.
+constexpr size_t kKeptBytes = 16384;
 
 void AppendVarint(uint64_t value, std::string& out) {
   for (; value >= 0x80; value >>= 7) out.push_back(static_cast<char>(value | 0x80));
@@ -185,10 +189,11 @@ class Walk {
       } else if (const std::optional<Part> part = FindPart(place, field); is_bytes && part) {
         int64_t length = 0;
         if (!cursor_.ReadLength(end, &length)) return Malformed("a wrong length", begin);
-        std::string inner;
-        RETURN_IF_ERROR(Message(part->place, part->data, cursor_.offset() + length, inner));
-        AppendBytesTag(field, static_cast<int64_t>(inner.size()), out);
-        out += inner;
+        const size_t at = out.size();
+        RETURN_IF_ERROR(Message(part->place, part->data, cursor_.offset() + length, out));
+        std::string prefix;  // short enough to need no memory
+        AppendBytesTag(field, static_cast<int64_t>(out.size() - at), prefix);
+        out.insert(at, prefix);
       } else {
         RETURN_IF_ERROR(SkipValue(tag, end));
         if (!verbatim_.Advance(begin - verbatim_.offset(), begin, nullptr) ||
@@ -244,22 +249,39 @@ class Walk {
 
 }  // namespace
 
-absl::StatusOr<ReceivedAttend> ReceivedAttend::Decode(const grpc::ByteBuffer& message) {
-  ReceivedAttend received;
-  if (message.Valid() && !message.Dump(&received.slices_).ok()) {
+absl::Status ReceivedAttend::Decode(const grpc::ByteBuffer& message) {
+  Clear();
+  absl::Status status = Read(message);
+  if (!status.ok()) Clear();
+  return status;
+}
+
+absl::Status ReceivedAttend::Read(const grpc::ByteBuffer& message) {
+  if (message.Valid() && !message.Dump(&slices_).ok()) {
     return NotAMessage("attend.v1.AttendRequest", static_cast<int64_t>(message.Length()));
   }
-  received.slice_offsets_.reserve(received.slices_.size());
-  for (const grpc::Slice& slice : received.slices_) {
-    received.slice_offsets_.push_back(received.bytes_);
-    received.bytes_ += static_cast<int64_t>(slice.size());
+  for (const grpc::Slice& slice : slices_) {
+    slice_offsets_.push_back(bytes_);
+    bytes_ += static_cast<int64_t>(slice.size());
   }
-  std::string skeleton;
-  RETURN_IF_ERROR(Walk(received.slices_, received).Request(received.bytes_, skeleton));
-  if (!received.request.ParseFromString(skeleton)) {
-    return NotAMessage("attend.v1.AttendRequest", received.bytes_);
+  RETURN_IF_ERROR(Walk(slices_, *this).Request(bytes_, skeleton_));
+  if (!request.ParseFromString(skeleton_)) return NotAMessage("attend.v1.AttendRequest", bytes_);
+  return absl::OkStatus();
+}
+
+void ReceivedAttend::Clear() {
+  if (skeleton_.capacity() > kKeptBytes) {
+    *this = {};
+    return;
   }
-  return received;
+  request.Clear();
+  for (DataRange* range : {&hidden_states, &context, &attention_bias, &raw_q, &raw_k, &raw_v}) {
+    *range = {};
+  }
+  slices_.clear();
+  slice_offsets_.clear();
+  skeleton_.clear();
+  bytes_ = 0;
 }
 
 void ReceivedAttend::Gather(const DataRange& range, std::byte* destination) const {
@@ -291,29 +313,42 @@ grpc::ByteBuffer EncodeMessage(const google::protobuf::MessageLite& message) {
 
 grpc::ByteBuffer EncodeAttendResponse(const v1::AttendResponse& head, const OutputTensor& output) {
   CHECK(!head.has_output());
-  v1::Tensor header;
+  thread_local v1::Tensor header;  // keeps its memory
+  header.Clear();
   header.set_dtype(output.dtype);
   for (const int64_t extent : output.shape) header.add_shape(extent);
-  const std::string encoded_header = header.SerializeAsString();
 
-  std::string data_prefix;
+  std::string data_prefix;  // this and the next are short enough to need no memory
   if (output.bytes > 0) {
     AppendBytesTag(v1::Tensor::kDataFieldNumber, output.bytes, data_prefix);
   }
-  const auto header_bytes = static_cast<int64_t>(encoded_header.size() + data_prefix.size());
-  std::string front = head.SerializeAsString();
-  AppendBytesTag(v1::AttendResponse::kOutputFieldNumber, header_bytes + output.bytes, front);
-  front += encoded_header;
-  front += data_prefix;
+  const size_t head_bytes = head.ByteSizeLong();
+  const size_t header_bytes = header.ByteSizeLong();
+  std::string output_prefix;
+  AppendBytesTag(v1::AttendResponse::kOutputFieldNumber,
+                 static_cast<int64_t>(header_bytes + data_prefix.size()) + output.bytes,
+                 output_prefix);
 
-  std::vector<grpc::Slice> slices = {grpc::Slice(front)};
-  if (output.bytes > 0) {
-    using Owner = std::shared_ptr<const std::byte>;
-    slices.emplace_back(
-        const_cast<std::byte*>(output.data.get()), static_cast<size_t>(output.bytes),
-        [](void* owner) { delete static_cast<Owner*>(owner); }, new Owner(output.data));
-  }
-  return grpc::ByteBuffer(slices.data(), slices.size());
+  grpc::Slice slices[2] = {
+      grpc::Slice(head_bytes + output_prefix.size() + header_bytes + data_prefix.size())};
+  auto* next = const_cast<uint8_t*>(slices[0].begin());  // fresh: ours alone
+  next = head.SerializeWithCachedSizesToArray(next);
+  next = std::copy(output_prefix.begin(), output_prefix.end(), next);
+  next = header.SerializeWithCachedSizesToArray(next);
+  next = std::copy(data_prefix.begin(), data_prefix.end(), next);
+  CHECK(next == slices[0].end());
+  if (output.bytes == 0) return grpc::ByteBuffer(slices, 1);
+
+  using Owner = std::shared_ptr<const std::byte>;
+  RecyclingAllocator<Owner> memory;
+  slices[1] = grpc::Slice(
+      const_cast<std::byte*>(output.data.get()), static_cast<size_t>(output.bytes),
+      [](void* owner) {
+        std::destroy_at(static_cast<Owner*>(owner));
+        RecyclingAllocator<Owner>().deallocate(static_cast<Owner*>(owner), 1);
+      },
+      std::construct_at(memory.allocate(1), output.data));
+  return grpc::ByteBuffer(slices, 2);
 }
 
 }  // namespace attend

@@ -19,8 +19,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "attend/v1/attend.pb.h"
+#include "engine/util/recycled.h"
 
 namespace attend {
+
+using Shape = RecycledVector<int64_t>;  // of a tensor
 
 // Where a tensor's `data` lies in a received message. bytes is 0 when there is none.
 struct DataRange {
@@ -31,11 +34,14 @@ struct DataRange {
 // An AttendRequest as received. Everything but the tensors' bytes is in `request`, parsed by
 // protobuf's own parser (so merging, unknown fields and UTF-8 checks are protobuf's); its
 // Tensor.data are empty. Movable; shares the received slices and keeps them alive. Reading from
-// several threads is safe.
+// several threads is safe. One that is used for message after message soon allocates nothing.
 class ReceivedAttend {
  public:
-  // INVALID_ARGUMENT, field `request`, with the byte offset where the walk stopped if it did.
-  static absl::StatusOr<ReceivedAttend> Decode(const grpc::ByteBuffer& message);
+  // Takes the message in place of what it had. INVALID_ARGUMENT, field `request`, with the byte
+  // offset where the walk stopped if it did; it has nothing then.
+  absl::Status Decode(const grpc::ByteBuffer& message);
+  // Lets go of the message.
+  void Clear();
 
   v1::AttendRequest request;
   DataRange hidden_states;
@@ -52,8 +58,11 @@ class ReceivedAttend {
   int64_t bytes() const { return bytes_; }
 
  private:
+  absl::Status Read(const grpc::ByteBuffer& message);
+
   std::vector<grpc::Slice> slices_;
   std::vector<int64_t> slice_offsets_;  // of each slice's first byte
+  std::string skeleton_;                // the message without tensor bytes
   int64_t bytes_ = 0;
 };
 
@@ -79,7 +88,7 @@ grpc::ByteBuffer EncodeMessage(const google::protobuf::MessageLite& message);
 // Output rows whose bytes are sent in place. `data` lives until gRPC has sent them.
 struct OutputTensor {
   v1::DType dtype = v1::DTYPE_UNSPECIFIED;
-  std::vector<int64_t> shape = {};
+  Shape shape = {};
   std::shared_ptr<const std::byte> data = nullptr;
   int64_t bytes = 0;
 };

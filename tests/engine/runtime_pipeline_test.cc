@@ -265,7 +265,8 @@ TEST_F(RuntimeWorkspaceTest, RowsWaitForEveryKeyAlsoWhenTheRestFitsABatch) {
   first->bias_sequences = first->bias_heads = 1;  // takes bytes that are no tokens
   first->bias_rows = 28;
   first->bias_columns = 55;
-  first->bias.resize(28 * 55);
+  const std::vector<float> bias(28 * 55);
+  first->bias = bias.data();
   auto second = Job(3, {100});  // too much for a batch; without 64 of its keys no longer
   AttendJob* jobs[] = {first.get(), second.get()};
   const BatchOutcome outcome = runtime_->RunBatch(jobs);
@@ -285,6 +286,7 @@ TEST_F(RuntimeWorkspaceTest, ARowThatExceedsEveryBatchRunsAlone) {
 
 TEST_F(RuntimeWorkspaceTest, AnyMixtureEndsWithinTheBytes) {
   std::mt19937_64 random(TestSeed());
+  const std::vector<float> bias(2 * 200 * 200);
   int64_t rows = 0;
   std::vector<std::shared_ptr<AttendJob>> waiting;
   for (int i = 0; i < 60; ++i) {
@@ -307,7 +309,7 @@ TEST_F(RuntimeWorkspaceTest, AnyMixtureEndsWithinTheBytes) {
       job->bias_heads = random() % 2 == 0 ? 1 : 2;
       job->bias_rows = 200;
       job->bias_columns = 200;
-      job->bias.resize(static_cast<size_t>(job->bias_heads * 200 * 200));
+      job->bias = bias.data();
     }
     waiting.push_back(std::move(job));
   }

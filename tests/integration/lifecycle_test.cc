@@ -183,6 +183,20 @@ TEST(LifecycleTest, StreamItemsAcceptedBeforeTheDrainAreAnswered) {
   EXPECT_EQ(server.WaitForExit(), 0);
 }
 
+TEST(LifecycleTest, ACallThatBeganBeforeTheDrainIsServedHoweverLateItsRequestComes) {
+  ServerProcess server(Flags());
+  ASSERT_TRUE(server.WaitForServing()) << server.log();
+  const WireClient wire(server.address());
+  HeldCall held(wire, 100000);
+  ASSERT_TRUE(Eventually(
+      [&] { return server.Metrics()["attend_requests_started_total{method=\"Attend\"}"] == 1; }));
+  server.Signal(SIGTERM);
+  ASSERT_TRUE(Eventually([&] { return wire.Attend(Rows(1)).error.reason == v1::DRAINING; }));
+  const Ended ended = held.Send(Rows(2));
+  EXPECT_TRUE(ended.ok()) << ended.error.ToString();
+  EXPECT_EQ(server.WaitForExit(), 0);
+}
+
 TEST(LifecycleTest, AnOpenSessionHoldsTheDrainUntilItsLimitAndASecondSignalEndsIt) {
   v1::OpenSessionRequest open;
   {

@@ -251,8 +251,7 @@ TEST(BatchQueueTest, NothingStarvesUnderASteadyStream) {
     const TaskId id = next++;
     const bool is_long = random() % 8 == 0;
     const int layer = static_cast<int>(random() % 3);
-    std::vector<std::string> sessions;
-    queue.Push(id, {static_cast<uint64_t>(7 + layer), is_long ? 500 : 1, layer, sessions});
+    queue.Push(id, {static_cast<uint64_t>(7 + layer), is_long ? 500 : 1, layer, {}});
     if (is_long) {
       queue.SetLong(id);
       chunks_left[id] = 3;
@@ -267,7 +266,7 @@ TEST(BatchQueueTest, NothingStarvesUnderASteadyStream) {
       arrive();
       if (random() % 2 == 0) arrive();
     }
-    const std::vector<TaskId> batch = queue.Next(kBudget);
+    const RecycledVector<TaskId> batch = queue.Next(kBudget);
     if (batch.empty()) continue;
     if (chunks_left.contains(batch[0])) {
       ASSERT_EQ(batch.size(), 1u);

@@ -132,9 +132,9 @@ class ConvertTest : public testing::Test {
 
   absl::StatusOr<ConvertedAttend> Convert(const v1::AttendRequest& request,
                                           const Admit& admit = {}) {
-    absl::StatusOr<ReceivedAttend> wire = ReceivedAttend::Decode(EncodeMessage(request));
-    if (!wire.ok()) return wire.status();
-    return ConvertAttend(context_, *wire, admit);
+    ReceivedAttend wire;
+    if (absl::Status status = wire.Decode(EncodeMessage(request)); !status.ok()) return status;
+    return ConvertAttend(context_, wire, admit);
   }
 
   // The job of a request that must be accepted.
@@ -149,8 +149,9 @@ class ConvertTest : public testing::Test {
   v1::AttendResponse Answer(int64_t now_us) {
     accepted_.job->output = context_.buffers->Get(1000);
     std::memset(accepted_.job->output.data.get(), 'o', 1000);
-    auto response = ParseMessage<v1::AttendResponse>(
-        EncodeAttendResponse(ToResponse(context_, accepted_, now_us), OutputOf(accepted_)));
+    ToResponse(context_, accepted_, now_us, head_);
+    auto response =
+        ParseMessage<v1::AttendResponse>(EncodeAttendResponse(head_, OutputOf(accepted_)));
     EXPECT_TRUE(response.ok()) << response.status();
     return response.ok() ? *response : v1::AttendResponse();
   }
@@ -201,6 +202,7 @@ class ConvertTest : public testing::Test {
   std::vector<LoadedModel> models_;
   ConvertContext context_;
   ConvertedAttend accepted_;
+  v1::AttendResponse head_;
 };
 
 // Rows [begin, begin + count) of a tensor are where `rows` points to.

@@ -165,7 +165,7 @@ TEST(DispatcherStreamTest, EndStreamAnswersWhatWasAcceptedAndRunsNothingElse) {
 }
 
 // What decides about items by time (a drain) must agree with those who saw them counted.
-TEST(DispatcherStreamTest, AnItemArrivedBeforeItWasCounted) {
+TEST(DispatcherStreamTest, AnItemBeganBeforeItWasCounted) {
   TestServer server;
   grpc::ClientContext context;
   const auto stream = server.stub->AttendStream(&context);
@@ -175,8 +175,8 @@ TEST(DispatcherStreamTest, AnItemArrivedBeforeItWasCounted) {
     while (server.observer.started() < (id == "a" ? 1 : 2)) std::this_thread::yield();
     const auto counted = Call::Clock::now();
     const HeldMethod::Held held = server.stream.Wait(1)[0];
-    EXPECT_GE(held.call->Arrived(held.item), before);
-    EXPECT_LE(held.call->Arrived(held.item), counted);
+    EXPECT_GE(held.call->Started(held.item), before);
+    EXPECT_LE(held.call->Started(held.item), counted);
     Echo(held);
   }
   context.TryCancel();
