@@ -71,13 +71,9 @@ struct KvReservation {
   int64_t new_keys = 0;
   int32_t block_tokens = kBlockTokens;
   std::array<uint64_t, 2> context_hash{};
-  std::vector<int64_t> own_blocks;  // scratch of kLookAhead and kScratch, blocks of kContext
-  // kAppend over committed rows (rewind): copies of this layer's parts, put back by RollBack.
-  struct Saved {
-    int64_t block_index = 0;
-    int64_t address = 0;
-  };
-  std::vector<Saved> saved;
+  // Scratch of kLookAhead and kScratch, blocks of kContext. kAppend over committed rows (rewind):
+  // copies of this layer's parts of the blocks from `position` on, put back by RollBack.
+  std::vector<int64_t> own_blocks;
 };
 
 class KvCache {
@@ -112,9 +108,10 @@ class KvCache {
   void Commit(KvReservation& reservation);
   void RollBack(KvReservation& reservation);
 
-  // Addresses of the layer's part of blocks 0 .. ceil(keys / 64) - 1 under the reservation. Ask
-  // again for every batch: a block may have moved (copy-on-write by another layer).
-  std::vector<int64_t> Blocks(const KvReservation& reservation) const;
+  // Appends the addresses of the layer's part of blocks 0 .. ceil(keys / 64) - 1 under the
+  // reservation, which has so many keys or more, to `out`. Ask again for every batch: a block may
+  // have moved (copy-on-write by another layer).
+  void ListBlocks(const KvReservation& reservation, int64_t keys, std::vector<int64_t>& out) const;
   // Likewise for a cached context.
   const std::vector<int64_t>& ContextBlocks(const KvHistory& history, int layer) const {
     return history.context[static_cast<size_t>(layer)].blocks;
@@ -140,6 +137,10 @@ class KvCache {
   // many sessions never depends on what stateless work holds.
   bool AllocateTemporary(int64_t block_bytes, int64_t count, std::vector<int64_t>& out);
   void ReleaseTemporary(int64_t address);  // from either
+  // The reservation is over: it holds nothing any more.
+  void End(KvReservation& reservation);
+  std::vector<int64_t> TakeList();
+  void GiveBack(std::vector<int64_t> list);
 
   AttentionEngine& engine_;
   BlockAllocator arena_;
@@ -148,6 +149,13 @@ class KvCache {
   absl::Status engine_status_;
   int64_t scratch_touched_bytes_ =
       0;  // [scratch_base_, + this) has been written since the last Discard
+
+  // Of reservations that are over, for the next ones.
+  std::vector<std::vector<int64_t>> lists_;
+  int64_t lists_room_ = 0;  // addresses they have room for together
+  // Of one call.
+  std::vector<int64_t> fresh_;
+  std::vector<BlockCopy> copies_;
 };
 
 }  // namespace attend

@@ -215,7 +215,7 @@ void Batcher::RunControl(TaskId id) {
 bool Batcher::StartJobs(const std::vector<TaskId>& ids) {
   std::vector<AttendJob*> jobs;
   for (TaskId id : ids) jobs.push_back(Find(id)->job.get());
-  Running running{runtime_.StartBatch(jobs), ids};
+  Running running{&runtime_.StartBatch(jobs), ids};
 
   // What did not fit is offered again, before younger tasks. But when nothing ran and nothing runs,
   // it waits for memory that waiting jobs hold: they get their turn first.
@@ -244,7 +244,7 @@ bool Batcher::StartJobs(const std::vector<TaskId>& ids) {
 }
 
 void Batcher::Finish(Running running) {
-  const BatchOutcome outcome = runtime_.FinishBatch(std::move(running.batch));
+  const BatchOutcome& outcome = runtime_.FinishBatch(*running.batch);
   if (!outcome.engine.ok()) engine_failed_.store(true);
   if (outcome.tokens > 0) {
     const double rate =
