@@ -2,6 +2,7 @@
 #include "engine/kv_cache.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "engine/util/check.h"
@@ -129,7 +130,7 @@ KvCache::Outcome KvCache::ReserveAppend(KvHistory& history, int layer, int64_t p
   fresh_.clear();
   if (!arena_.Allocate(history.layout->block_bytes, blocks, fresh_)) return Outcome::kKvExhausted;
   KvReservation made;
-  made.own_blocks = TakeList();
+  made.own_blocks = TakeList(overwritten);
   if (!AllocateTemporary(place.geometry.BlockBytes(), overwritten, made.own_blocks)) {
     for (int64_t block : fresh_) arena_.Release(block);
     End(made);
@@ -177,7 +178,7 @@ KvCache::Outcome KvCache::ReserveLookAhead(KvHistory& history, int layer, int64_
   made.layer = layer;
   made.position = position;
   made.new_keys = new_keys;
-  made.own_blocks = TakeList();
+  made.own_blocks = TakeList(count);
   if (!AllocateTemporary(place.geometry.BlockBytes(), count, made.own_blocks)) {
     End(made);
     return Outcome::kKvExhausted;
@@ -214,7 +215,7 @@ KvCache::Outcome KvCache::ReserveScratch(const KvGeometry& geometry, int64_t key
   made.kind = KvReservation::Kind::kScratch;
   made.new_keys = keys;
   made.block_tokens = ScratchBlockTokens(keys);
-  made.own_blocks = TakeList();
+  made.own_blocks = TakeList(BlockCount(keys));
   if (!AllocateScratch(geometry.BlockBytes(made.block_tokens), BlockCount(keys), made.own_blocks)) {
     End(made);
     return Outcome::kScratchExhausted;
@@ -234,19 +235,27 @@ void KvCache::End(KvReservation& reservation) {
   reservation = {};
 }
 
-std::vector<int64_t> KvCache::TakeList() {
-  if (lists_.empty()) return {};
-  std::vector<int64_t> list = std::move(lists_.back());
-  lists_.pop_back();
-  lists_room_ -= static_cast<int64_t>(list.capacity());
+// By room, or every list would have to grow to the longest reservation's before none does.
+std::vector<int64_t> KvCache::TakeList(int64_t blocks) {
+  if (blocks == 0) return {};
+  const uint64_t room = std::bit_ceil(static_cast<uint64_t>(blocks));
+  std::vector<std::vector<int64_t>>& unused = lists_[std::countr_zero(room)];
+  std::vector<int64_t> list;
+  if (unused.empty()) {
+    list.reserve(room);
+  } else {
+    list = std::move(unused.back());
+    unused.pop_back();
+    lists_room_ -= static_cast<int64_t>(list.capacity());
+  }
   return list;
 }
 
 void KvCache::GiveBack(std::vector<int64_t> list) {
-  const auto room = static_cast<int64_t>(list.capacity());
-  if (room == 0 || lists_room_ + room > kListsRoom) return;
-  lists_room_ += room;
-  lists_.push_back(Emptied(list));
+  const size_t room = list.capacity();
+  if (room == 0 || lists_room_ + static_cast<int64_t>(room) > kListsRoom) return;
+  lists_room_ += static_cast<int64_t>(room);
+  lists_[std::bit_width(room) - 1].push_back(Emptied(list));
 }
 
 void KvCache::Commit(KvReservation& reservation) {

@@ -139,7 +139,7 @@ class KvCache {
   void ReleaseTemporary(int64_t address);  // from either
   // The reservation is over: it holds nothing any more.
   void End(KvReservation& reservation);
-  std::vector<int64_t> TakeList();
+  std::vector<int64_t> TakeList(int64_t blocks);
   void GiveBack(std::vector<int64_t> list);
 
   AttentionEngine& engine_;
@@ -150,8 +150,8 @@ class KvCache {
   int64_t scratch_touched_bytes_ =
       0;  // [scratch_base_, + this) has been written since the last Discard
 
-  // Of reservations that are over, for the next ones.
-  std::vector<std::vector<int64_t>> lists_;
+  // Of reservations that are over, for the next ones: lists_[i] have room for 2^i addresses.
+  std::array<std::vector<std::vector<int64_t>>, 48> lists_;
   int64_t lists_room_ = 0;  // addresses they have room for together
   // Of one call.
   std::vector<int64_t> fresh_;

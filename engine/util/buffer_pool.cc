@@ -4,62 +4,104 @@
 #include <algorithm>
 #include <bit>
 #include <new>
+#include <utility>
 
 namespace attend {
 namespace {
 
 constexpr std::align_val_t kAlignment{64};
 
+// Memory before the data: the control block of the pointer to a used buffer, the link of an unused
+// one.
+constexpr size_t kHeadBytes = 64;
+
+std::byte*& NextOf(std::byte* data) { return *reinterpret_cast<std::byte**>(data - kHeadBytes); }
+
+void Free(std::byte* data) { operator delete(data - kHeadBytes, kAlignment); }
+
 // Capacities are powers of two and the steps half way between, so that at most a third is unused.
-int64_t Capacity(int64_t bytes) {
+struct Size {
+  size_t index;
+  int64_t capacity;
+};
+Size SizeFor(int64_t bytes) {
   const auto wanted = static_cast<uint64_t>(std::max<int64_t>(bytes, 256));
   const uint64_t power = std::bit_ceil(wanted);
-  return static_cast<int64_t>(wanted <= power / 4 * 3 ? power / 4 * 3 : power);
+  const bool step = wanted <= power / 4 * 3;
+  return {2 * static_cast<size_t>(std::countr_zero(power)) + (step ? 0 : 1),
+          static_cast<int64_t>(step ? power / 4 * 3 : power)};
 }
 
 }  // namespace
+
+// Gives the head of one buffer to the control block of the pointer to it. The last thing that is
+// done with a control block is to give its memory back, which ends the use of the buffer.
+template <typename T>
+struct BufferPool::HeadAllocator {
+  using value_type = T;
+
+  HeadAllocator(std::shared_ptr<BufferPool> owner, std::byte* of, int64_t bytes)
+      : pool(std::move(owner)), data(of), capacity(bytes) {}
+  template <typename Other>
+  HeadAllocator(const HeadAllocator<Other>& other)  // NOLINT: allocators convert
+      : pool(other.pool), data(other.data), capacity(other.capacity) {}
+
+  T* allocate(size_t) {
+    static_assert(sizeof(T) <= kHeadBytes && alignof(T) <= kHeadBytes);
+    return reinterpret_cast<T*>(data - kHeadBytes);
+  }
+  void deallocate(T*, size_t) { pool->Put(data, capacity); }
+  template <typename Other>
+  friend bool operator==(const HeadAllocator& a, const HeadAllocator<Other>& b) {
+    return a.data == b.data;
+  }
+
+  std::shared_ptr<BufferPool> pool;
+  std::byte* data;
+  int64_t capacity;
+};
 
 std::shared_ptr<BufferPool> BufferPool::Make(int64_t keep_bytes) {
   return std::shared_ptr<BufferPool>(new BufferPool(keep_bytes));
 }
 
 BufferPool::~BufferPool() {
-  for (auto& [capacity, buffers] : unused_) {
-    for (std::byte* data : buffers) operator delete(data, kAlignment);
+  for (std::byte* data : unused_) {
+    while (data != nullptr) Free(std::exchange(data, NextOf(data)));
   }
 }
 
 Buffer BufferPool::Get(int64_t bytes) {
-  const int64_t capacity = Capacity(bytes);
+  const Size size = SizeFor(bytes);
   std::byte* data = nullptr;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (const auto found = unused_.find(capacity); found != unused_.end()) {
-      data = found->second.back();
-      found->second.pop_back();
-      if (found->second.empty()) unused_.erase(found);
-      unused_bytes_ -= capacity;
+    std::byte*& first = unused_[size.index];
+    if (first != nullptr) {
+      data = std::exchange(first, NextOf(first));
+      unused_bytes_ -= size.capacity;
     }
   }
   if (data == nullptr) {
-    data = static_cast<std::byte*>(operator new(static_cast<size_t>(capacity), kAlignment));
+    const size_t memory = kHeadBytes + static_cast<size_t>(size.capacity);
+    data = static_cast<std::byte*>(operator new(memory, kAlignment)) + kHeadBytes;
   }
-  return {
-      std::shared_ptr<std::byte>(data, [pool = shared_from_this(), capacity](
-                                           std::byte* released) { pool->Put(released, capacity); }),
-      bytes};
+  const auto nothing = [](std::byte*) {};
+  return {std::shared_ptr<std::byte>(
+              data, nothing, HeadAllocator<std::byte>(shared_from_this(), data, size.capacity)),
+          bytes};
 }
 
 void BufferPool::Put(std::byte* data, int64_t capacity) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (unused_bytes_ + capacity <= keep_bytes_) {
-      unused_[capacity].push_back(data);
+      NextOf(data) = std::exchange(unused_[SizeFor(capacity).index], data);
       unused_bytes_ += capacity;
       return;
     }
   }
-  operator delete(data, kAlignment);
+  Free(data);
 }
 
 int64_t BufferPool::unused_bytes() const {
