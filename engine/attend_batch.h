@@ -2,12 +2,13 @@
 //
 // One batch on its way through AttentionRuntime: StartBatch fills it from the jobs it is offered,
 // the engine runs it, FinishBatch ends it. Whoever holds it in between may read launched() and
-// `outcome.jobs`.
+// `outcome.jobs`. The runtime uses it again for a later batch.
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <optional>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,6 +16,7 @@
 #include "engine/attention_engine.h"
 #include "engine/batch_time.h"
 #include "engine/session_table.h"
+#include "engine/util/emptied.h"
 
 namespace attend {
 
@@ -41,14 +43,18 @@ struct BatchOutcome {
   std::vector<Job> jobs;
 };
 
+struct ResolvedSequence {
+  Session* session = nullptr;  // null = stateless
+  int place = 0;               // index of the layer in the session
+};
+
 // Layer, spec and kv dtype a job runs with, its sessions, and what kind of work it is.
 struct ResolvedJob {
   int engine_layer = -1;
   const AttentionSpec* spec = nullptr;
   DType kv_dtype = DType::kF32;
-  std::vector<Session*> sessions;  // [sequences] null = stateless
-  std::vector<int> places;         // [sequences] index of the layer in the session
-  bool few_rows = false;           // in every sequence (FewRows): never cut for time
+  std::span<ResolvedSequence> sequences;  // borrowed; one for each of the job's
+  bool few_rows = false;                  // in every sequence (FewRows): never cut for time
 
   KvGeometry geometry() const { return GeometryOf(*spec, kv_dtype); }
   bool SameBatch(const ResolvedJob& other) const {
@@ -68,15 +74,20 @@ struct BatchShare {
   }
 };
 
+// Every list is as long as some batch needed it at once: items and members have a token each, of
+// which a batch has batch_tokens at most, a block's address takes 8 bytes, and what is kept of a
+// job's sequence is far less than the job. So it is no harm that their memory stays.
 struct AttendBatch {
+  bool in_flight = false;             // between StartBatch and the end of FinishBatch
   std::vector<AttendJob*> jobs;       // as offered; not given again before the batch has ended
   std::vector<ResolvedJob> resolved;  // [jobs]
-  std::vector<size_t> members;        // indices of the jobs that are in it
+  std::vector<ResolvedSequence> sequences;  // of all jobs
+  std::vector<size_t> members;              // indices of the jobs that are in it
 
   // Lent to the engine until it has ended.
   BatchPlan plan;
   std::vector<AttendItem> items;
-  std::deque<std::vector<int64_t>> blocks;  // what the items' spans point to
+  std::vector<int64_t> blocks;  // of all items, from the launch on
 
   BatchShare whole;           // what its first job found
   BatchShare room;            // left
@@ -88,6 +99,19 @@ struct AttendBatch {
 
   // The engine has something to do; else FinishBatch does not wait.
   bool launched() const { return ticket.has_value(); }
+
+  // As new, but for the memory of its lists.
+  void Reset() {
+    AttendBatch kept = std::exchange(*this, AttendBatch());
+    jobs = Emptied(kept.jobs);
+    resolved = Emptied(kept.resolved);
+    sequences = Emptied(kept.sequences);
+    members = Emptied(kept.members);
+    plan = Emptied(std::move(kept.plan));
+    items = Emptied(kept.items);
+    blocks = Emptied(kept.blocks);
+    outcome.jobs = Emptied(kept.outcome.jobs);
+  }
 };
 
 }  // namespace attend

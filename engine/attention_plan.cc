@@ -2,8 +2,10 @@
 #include "engine/attention_plan.h"
 
 #include <algorithm>
-#include <numeric>
 #include <string>
+#include <utility>
+
+#include "engine/util/emptied.h"
 
 namespace attend {
 namespace {
@@ -20,8 +22,9 @@ absl::Status CheckItem(const AttentionSpec& spec, const AttendItem& item) {
   if (item.new_keys > 0 && spec.raw() && item.value_source.data == nullptr) {
     return wrong("raw keys without values");
   }
-  const int64_t blocks = (item.keys() + kBlockTokens - 1) / kBlockTokens;
-  if (static_cast<int64_t>(item.blocks.size()) < blocks) return wrong("too few blocks");
+  if (static_cast<int64_t>(item.blocks.size()) < item.block_count()) {
+    return wrong("too few blocks");
+  }
   if (item.block_tokens != kBlockTokens && item.keys() > item.block_tokens) {
     return wrong("short block overflows");
   }
@@ -30,6 +33,7 @@ absl::Status CheckItem(const AttentionSpec& spec, const AttendItem& item) {
 
 // 0: query rows only, 1: the same rows for q, k, v, 2: new keys only. An item whose query and key
 // rows are different rows of a self-attention layer does not occur: the runtime cuts it in two.
+constexpr int kKinds = 3;
 int Kind(const AttendItem& item) {
   if (item.new_keys == 0) return 0;
   return item.rows > 0 ? 1 : 2;
@@ -37,19 +41,29 @@ int Kind(const AttendItem& item) {
 
 }  // namespace
 
+BatchPlan Emptied(BatchPlan plan) {
+  return {.order = Emptied(plan.order),
+          .row_begin = Emptied(plan.row_begin),
+          .new_key_begin = Emptied(plan.new_key_begin),
+          .block_begin = Emptied(plan.block_begin),
+          .block_address = Emptied(plan.block_address)};
+}
+
 absl::StatusOr<BatchPlan> BuildPlan(int layer, const AttentionSpec& spec, DType kv_dtype,
-                                    std::span<const AttendItem> items) {
-  BatchPlan plan;
+                                    std::span<const AttendItem> items, BatchPlan recycled) {
+  BatchPlan plan = Emptied(std::move(recycled));
   plan.layer = layer;
   plan.spec = &spec;
   plan.kv_dtype = kv_dtype;
   for (const AttendItem& item : items) {
     if (absl::Status status = CheckItem(spec, item); !status.ok()) return status;
   }
-  plan.order.resize(items.size());
-  std::iota(plan.order.begin(), plan.order.end(), 0);
-  std::stable_sort(plan.order.begin(), plan.order.end(),
-                   [&](int32_t a, int32_t b) { return Kind(items[a]) < Kind(items[b]); });
+  plan.order.reserve(items.size());
+  for (int kind = 0; kind < kKinds; ++kind) {
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (Kind(items[i]) == kind) plan.order.push_back(static_cast<int32_t>(i));
+    }
+  }
 
   const bool one_matrix = !spec.raw() && !spec.cross;
   plan.row_begin.push_back(0);
@@ -60,9 +74,8 @@ absl::StatusOr<BatchPlan> BuildPlan(int layer, const AttentionSpec& spec, DType 
     const AttendItem& item = items[index];
     plan.row_begin.push_back(plan.row_begin.back() + item.rows);
     plan.new_key_begin.push_back(plan.new_key_begin.back() + item.new_keys);
-    const int64_t blocks = (item.keys() + kBlockTokens - 1) / kBlockTokens;
     plan.block_address.insert(plan.block_address.end(), item.blocks.begin(),
-                              item.blocks.begin() + blocks);
+                              item.blocks.begin() + item.block_count());
     plan.block_begin.push_back(static_cast<int32_t>(plan.block_address.size()));
     if (one_matrix && Kind(item) == 1) {
       if (!item.shares_rows()) {
@@ -86,7 +99,8 @@ absl::Status CheckLayer(const BatchPlan& plan, const AttentionSpec* layer) {
   if (plan.spec == nullptr) return wrong("no spec");
   if (plan.layer == -1 && plan.spec->raw()) return absl::OkStatus();
   if (layer == nullptr || plan.spec->raw()) return wrong("the engine has no such layer");
-  AttentionSpec expected = *layer;
+  if (*layer == *plan.spec) return absl::OkStatus();
+  AttentionSpec expected = *layer;  // plain: has no lists that a copy would allocate
   expected.cross = plan.spec->cross;
   expected.causal = plan.spec->causal;
   return expected == *plan.spec ? absl::OkStatus() : wrong("its spec is another");
@@ -135,7 +149,7 @@ int64_t WorkspaceBytes(const AttentionSpec& spec, const AttendItem& item) {
     bytes +=
         4 * item.weights.head_count * (item.weights.row_end - item.weights.row_begin) * item.keys();
   }
-  return bytes + 8 * ceil_div(item.keys(), kBlockTokens) + kItemBytes;
+  return bytes + 8 * item.block_count() + kItemBytes;
 }
 
 }  // namespace attend

@@ -46,7 +46,8 @@ struct WeightsView {
 // One sequence's share of a batch: some query rows, some new keys, or both. All pointers are
 // borrowed until Wait returns.
 struct AttendItem {
-  int32_t group = 0;  // the request it belongs to; requests succeed or fail as a whole
+  int32_t group = 0;     // the request it belongs to; requests succeed or fail as a whole
+  int32_t sequence = 0;  // its sequence of the request
 
   int64_t rows = 0;  // query rows
   // Rows of the whole sequence that this item is a chunk of; 0 = it is no chunk. How an engine
@@ -64,8 +65,7 @@ struct AttendItem {
 
   bool causal = false;
   // No item sees keys that another item of its batch appends. Address of this layer's part of block
-  // b (keys 64 b .. 64 b + 63) in the engine's KV memory, bytes. [ceil((cached_keys + new_keys) /
-  // 64)]
+  // b (keys 64 b .. 64 b + 63) in the engine's KV memory, bytes. [block_count()]
   std::span<const int64_t> blocks;
   // Tokens a block has room for: kBlockTokens, or 16, 32, 48 in scratch of a sequence with one
   // short block.
@@ -78,6 +78,7 @@ struct AttendItem {
   DType output_dtype = DType::kF32;
 
   int64_t keys() const { return cached_keys + new_keys; }
+  int64_t block_count() const { return (keys() + kBlockTokens - 1) / kBlockTokens; }
   int64_t call_rows() const { return sequence_rows > 0 ? sequence_rows : rows; }
   // The projection of its query rows and of its new keys reads the same tensor rows.
   bool shares_rows() const { return rows > 0 && rows == new_keys && query.data == key_source.data; }
@@ -109,9 +110,13 @@ struct BatchPlan {
   int items() const { return static_cast<int>(order.size()); }
 };
 
-// Pure. INTERNAL when an item contradicts the spec (a programmer error of the caller).
+// The plan of no items, with the memory of the given one's vectors.
+BatchPlan Emptied(BatchPlan plan);
+
+// Pure. INTERNAL when an item contradicts the spec (a programmer error of the caller). The plan
+// uses the memory of `recycled`.
 absl::StatusOr<BatchPlan> BuildPlan(int layer, const AttentionSpec& spec, DType kv_dtype,
-                                    std::span<const AttendItem> items);
+                                    std::span<const AttendItem> items, BatchPlan recycled = {});
 
 // INTERNAL unless the plan is one for `layer`, the spec of the engine's layer plan.layer (null: it
 // has no such layer). The plan's cross and causal may differ: plain modules leave them open.

@@ -106,8 +106,8 @@ void AttentionRuntime::Abandon(AttendJob& job) {
 
 absl::Status AttentionRuntime::Finish(AttendJob& job, const ResolvedJob& resolved) {
   const int64_t now = now_us_();
-  for (Session* session : resolved.sessions) {
-    if (session != nullptr) session->last_used_us = now;
+  for (const ResolvedSequence& sequence : resolved.sequences) {
+    if (sequence.session != nullptr) sequence.session->last_used_us = now;
   }
   if (job.cancelled.load() || now > job.deadline_us) {
     Abandon(job);
@@ -116,9 +116,9 @@ absl::Status AttentionRuntime::Finish(AttendJob& job, const ResolvedJob& resolve
   for (size_t i = 0; i < job.sequences.size(); ++i) {
     SequenceJob& sequence = job.sequences[i];
     cache_.Commit(sequence.reservation);
-    const Session* session = resolved.sessions[i];
+    const Session* session = resolved.sequences[i].session;
     if (session == nullptr) continue;
-    const auto place = static_cast<size_t>(resolved.places[i]);
+    const auto place = static_cast<size_t>(resolved.sequences[i].place);
     sequence.position_after = resolved.spec->cross ? session->history.context[place].length
                                                    : session->history.length[place];
   }
@@ -143,15 +143,19 @@ void AttentionRuntime::ReleaseFinished(AttendJob& job) {
   }
 }
 
-std::unique_ptr<AttendBatch> AttentionRuntime::StartBatch(std::span<AttendJob* const> jobs) {
-  auto batch = std::make_unique<AttendBatch>();
-  batch->jobs.assign(jobs.begin(), jobs.end());
-  batch->resolved.resize(jobs.size());
-  batch->outcome.jobs.resize(jobs.size());
-  batch->outcome.started_us = now_us_();
-  Gather(*batch);
-  DropDead(*batch);
-  Launch(*batch);
+AttendBatch& AttentionRuntime::StartBatch(std::span<AttendJob* const> jobs) {
+  const auto unused = std::find_if(batches_.begin(), batches_.end(),
+                                   [](const AttendBatch& batch) { return !batch.in_flight; });
+  AttendBatch& batch = unused != batches_.end() ? *unused : batches_.emplace_back();
+  batch.Reset();
+  batch.in_flight = true;
+  batch.jobs.assign(jobs.begin(), jobs.end());
+  batch.resolved.resize(jobs.size());
+  batch.outcome.jobs.resize(jobs.size());
+  batch.outcome.started_us = now_us_();
+  Gather(batch);
+  DropDead(batch);
+  Launch(batch);
   return batch;
 }
 
@@ -162,18 +166,23 @@ void AttentionRuntime::End(AttendBatch& batch, size_t index, absl::Status status
 
 void AttentionRuntime::Gather(AttendBatch& batch) {
   const ResolvedJob* first = nullptr;
+  size_t sequences = 0;
+  for (const AttendJob* job : batch.jobs) sequences += job->sequences.size();
+  batch.sequences.resize(sequences);
+  std::span<ResolvedSequence> left(batch.sequences);
   for (size_t i = 0; i < batch.jobs.size(); ++i) {
     AttendJob& job = *batch.jobs[i];
     if (absl::Status dead = WhyDead(job); !dead.ok()) {
       End(batch, i, std::move(dead));
       continue;
     }
-    absl::StatusOr<ResolvedJob> found = Resolve(job);
+    const absl::StatusOr<ResolvedJob> found = Resolve(job, left.first(job.sequences.size()));
+    left = left.subspan(job.sequences.size());
     if (!found.ok()) {
       End(batch, i, found.status());
       continue;
     }
-    batch.resolved[i] = *std::move(found);
+    batch.resolved[i] = *found;
     if (first != nullptr && !first->SameBatch(batch.resolved[i])) continue;
     BatchOutcome::Job added = AddJob(i, batch);
     if (!added.status.ok()) {
@@ -206,6 +215,30 @@ void AttentionRuntime::DropDead(AttendBatch& batch) {
   }
 }
 
+// Late, as reserving for one job may move blocks of another one (copy-on-write).
+void AttentionRuntime::ListBlocks(AttendBatch& batch) const {
+  for (const AttendItem& item : batch.items) {
+    const auto job = static_cast<size_t>(item.group);
+    const auto index = static_cast<size_t>(item.sequence);
+    const SequenceJob& sequence = batch.jobs[job]->sequences[index];
+    const ResolvedSequence& found = batch.resolved[job].sequences[index];
+    const bool cached_context =
+        batch.resolved[job].spec->cross && found.session != nullptr && !sequence.has_keys;
+    if (cached_context) {
+      const BlockList& context = cache_.ContextBlocks(found.session->history, found.place);
+      batch.blocks.insert(batch.blocks.end(), context.begin(),
+                          context.begin() + item.block_count());
+    } else {
+      cache_.ListBlocks(sequence.reservation, item.keys(), batch.blocks);
+    }
+  }
+  std::span<const int64_t> left(batch.blocks);
+  for (AttendItem& item : batch.items) {
+    item.blocks = left.first(static_cast<size_t>(item.block_count()));
+    left = left.subspan(item.blocks.size());
+  }
+}
+
 void AttentionRuntime::Launch(AttendBatch& batch) {
   BatchOutcome& outcome = batch.outcome;
   outcome.sequences = static_cast<int64_t>(batch.items.size());
@@ -216,8 +249,9 @@ void AttentionRuntime::Launch(AttendBatch& batch) {
   if (batch.items.empty()) return;
   const ResolvedJob& first = batch.resolved[batch.members.front()];
   const auto start = [&]() -> absl::StatusOr<Ticket> {
-    ASSIGN_OR_RETURN(batch.plan,
-                     BuildPlan(first.engine_layer, *first.spec, first.kv_dtype, batch.items));
+    ListBlocks(batch);
+    ASSIGN_OR_RETURN(batch.plan, BuildPlan(first.engine_layer, *first.spec, first.kv_dtype,
+                                           batch.items, std::move(batch.plan)));
     return engine_->Start(batch.plan, batch.items);
   };
   const absl::StatusOr<Ticket> ticket = start();
@@ -264,11 +298,11 @@ absl::Status AttentionRuntime::Await(AttendBatch& batch) {
   return absl::OkStatus();
 }
 
-BatchOutcome AttentionRuntime::FinishBatch(std::unique_ptr<AttendBatch> batch) {
-  const absl::Status ran = Await(*batch);
-  BatchOutcome& outcome = batch->outcome;
-  for (size_t i : batch->members) {
-    AttendJob& job = *batch->jobs[i];
+const BatchOutcome& AttentionRuntime::FinishBatch(AttendBatch& batch) {
+  const absl::Status ran = Await(batch);
+  BatchOutcome& outcome = batch.outcome;
+  for (size_t i : batch.members) {
+    AttendJob& job = *batch.jobs[i];
     if (job.first_batch_us == 0) job.first_batch_us = outcome.started_us;
     job.compute_us += outcome.compute_us;
     job.project_us += outcome.stages.project_us;
@@ -277,14 +311,15 @@ BatchOutcome AttentionRuntime::FinishBatch(std::unique_ptr<AttendBatch> batch) {
     job.batch_tokens = outcome.tokens;
     job.batch_sequences = outcome.sequences;
     if (!ran.ok()) {
-      End(*batch, i, ran);
+      End(batch, i, ran);
     } else if (outcome.jobs[i].state == BatchOutcome::State::kEnded) {
-      outcome.jobs[i].status = Finish(job, batch->resolved[i]);
+      outcome.jobs[i].status = Finish(job, batch.resolved[i]);
     } else {
       ReleaseFinished(job);
     }
   }
-  return std::move(outcome);
+  batch.in_flight = false;
+  return outcome;
 }
 
 }  // namespace attend

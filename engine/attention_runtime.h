@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -128,12 +129,15 @@ class AttentionRuntime {
   // fit; what does not need the engine (dead jobs, wrong ones) has ended then. FinishBatch: waits;
   // jobs that have ended have committed (OK) or rolled back (anything else). Up to
   // info().batches_in_flight launched batches may be between the two; they are finished in the
-  // order of their starts, and their jobs and pinned sessions stay untouched until then.
-  std::unique_ptr<AttendBatch> StartBatch(std::span<AttendJob* const> jobs);
+  // order of their starts, and their jobs and pinned sessions stay untouched until then. A batch is
+  // the runtime's: it stays until FinishBatch, what came of it until the next StartBatch.
+  AttendBatch& StartBatch(std::span<AttendJob* const> jobs);
   // FinishBatch would not wait.
   bool Finished(const AttendBatch& batch) const;
-  BatchOutcome FinishBatch(std::unique_ptr<AttendBatch> batch);
-  BatchOutcome RunBatch(std::span<AttendJob* const> jobs) { return FinishBatch(StartBatch(jobs)); }
+  const BatchOutcome& FinishBatch(AttendBatch& batch);
+  const BatchOutcome& RunBatch(std::span<AttendJob* const> jobs) {
+    return FinishBatch(StartBatch(jobs));
+  }
   // The job would be cut now: batches hold no other work beside a part of it, and others may go
   // first.
   bool NeedsChunks(AttendJob& job);
@@ -151,7 +155,8 @@ class AttentionRuntime {
 
  private:
   // Before a job's first batch (runtime_jobs.cc).
-  absl::StatusOr<ResolvedJob> Resolve(AttendJob& job);
+  // `sequences`, one for each of the job's, is where the result keeps its own.
+  absl::StatusOr<ResolvedJob> Resolve(AttendJob& job, std::span<ResolvedSequence> sequences);
   absl::Status CheckSequence(const AttendJob& job, const ResolvedJob& resolved, size_t index);
   absl::Status ResolveRawSession(const AttendJob& job, ResolvedJob& resolved);
   absl::Status Begin(AttendJob& job, const ResolvedJob& resolved);
@@ -175,6 +180,7 @@ class AttentionRuntime {
   // The steps of a batch, in their order.
   void Gather(AttendBatch& batch);
   void DropDead(AttendBatch& batch);
+  void ListBlocks(AttendBatch& batch) const;
   void Launch(AttendBatch& batch);
   absl::Status Await(AttendBatch& batch);
   absl::Status Finish(AttendJob& job, const ResolvedJob& resolved);
@@ -194,6 +200,8 @@ class AttentionRuntime {
   std::shared_ptr<BufferPool> buffers_;
   std::vector<LoadedModel> models_;
   std::function<bool(const std::string&)> pinned_;
+  std::deque<AttendBatch> batches_;                    // as many as were in flight at a time
+  std::vector<ResolvedSequence> asked_;                // NeedsChunks
   std::map<std::array<int64_t, 8>, BatchTime> times_;  // by kind of layer
   RecentWork recent_;
   int64_t engine_free_us_ = 0;  // when the last batch ended

@@ -138,7 +138,7 @@ int64_t BatchBudgetUs(int64_t chunk_us, double whole_us, int64_t now_us, const R
   return std::max(chunk_us, static_cast<int64_t>(share_us));
 }
 
-int64_t MostRows(int64_t most, const std::function<bool(int64_t)>& fits) {
+int64_t MostRows(int64_t most, absl::FunctionRef<bool(int64_t)> fits) {
   int64_t good = 0;
   while (good < most) {
     const int64_t rows = most - (most - good) / 2;

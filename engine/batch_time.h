@@ -6,9 +6,9 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 
+#include "absl/functional/function_ref.h"
 #include "engine/attention_engine.h"
 #include "engine/attention_plan.h"
 
@@ -79,6 +79,6 @@ int64_t BatchBudgetUs(int64_t chunk_us, double whole_us, int64_t now_us, const R
 
 // The most rows up to `most` that fit, where more rows never fit better: whole blocks of rows,
 // below one block whole tiles of 16, below one tile any number; 0 when not even one row fits.
-int64_t MostRows(int64_t most, const std::function<bool(int64_t)>& fits);
+int64_t MostRows(int64_t most, absl::FunctionRef<bool(int64_t)> fits);
 
 }  // namespace attend

@@ -27,7 +27,10 @@ int64_t ChooseSlabBytes(int64_t bytes) {
 BlockAllocator::BlockAllocator(int64_t base, int64_t bytes,
                                std::function<void(int64_t, int64_t)> on_empty)
     : base_(base), slab_bytes_(ChooseSlabBytes(bytes)), on_empty_(std::move(on_empty)) {
-  owner_.assign(static_cast<size_t>(bytes / slab_bytes_), -1);
+  const auto slabs = static_cast<size_t>(bytes / slab_bytes_);
+  owner_.assign(slabs, -1);
+  runs_.resize(slabs);
+  open_.reserve(slabs);
 }
 
 int64_t BlockAllocator::SlabsPerRun(int64_t block_bytes) const {
@@ -48,101 +51,109 @@ int64_t BlockAllocator::FindFreeSlabs(int64_t slabs) const {
   return -1;
 }
 
-bool BlockAllocator::Allocate(int64_t block_bytes, int64_t count, std::vector<int64_t>& out) {
+std::vector<BlockAllocator::OpenRun>::iterator BlockAllocator::FirstOpen(OpenRun from) {
+  return std::lower_bound(open_.begin(), open_.end(), from);
+}
+
+bool BlockAllocator::OpenNewRun(int64_t block_bytes) {
+  int64_t slabs = SlabsPerRun(block_bytes);
+  int64_t first = FindFreeSlabs(slabs);
+  if (first < 0) {  // the comfortable run does not fit; the smallest may
+    slabs = (block_bytes + slab_bytes_ - 1) / slab_bytes_;
+    first = FindFreeSlabs(slabs);
+  }
+  if (first < 0) return false;
+  Run& run = runs_[static_cast<size_t>(first)];
+  run.slabs = slabs;
+  run.block_bytes = block_bytes;
+  run.free_blocks = slabs * slab_bytes_ / block_bytes;
+  run.references.assign(static_cast<size_t>(run.free_blocks), 0);
+  run.lowest_free = 0;
+  std::fill_n(owner_.begin() + first, slabs, first);
+  const OpenRun open{block_bytes, first};
+  open_.insert(FirstOpen(open), open);
+  return true;
+}
+
+bool BlockAllocator::Allocate(int64_t block_bytes, int64_t count, BlockList& out) {
   CHECK(block_bytes > 0 && block_bytes % 64 == 0);
   const size_t before = out.size();
-  std::set<int64_t>& open = open_runs_[block_bytes];
+  const auto open = [&] {
+    const auto first = FirstOpen({block_bytes, 0});
+    return first != open_.end() && first->block_bytes == block_bytes ? first : open_.end();
+  };
   for (int64_t i = 0; i < count; ++i) {
-    if (open.empty()) {
-      int64_t slabs = SlabsPerRun(block_bytes);
-      int64_t first = FindFreeSlabs(slabs);
-      if (first < 0) {  // the comfortable run does not fit; the smallest may
-        slabs = (block_bytes + slab_bytes_ - 1) / slab_bytes_;
-        first = FindFreeSlabs(slabs);
-      }
-      if (first < 0) {
+    auto lowest = open();
+    if (lowest == open_.end()) {
+      if (!OpenNewRun(block_bytes)) {
         while (out.size() > before) {
           Release(out.back());
           out.pop_back();
         }
         return false;
       }
-      Run& run = runs_[first];
-      run.first_slab = first;
-      run.slabs = slabs;
-      run.block_bytes = block_bytes;
-      const auto blocks = static_cast<int32_t>(slabs * slab_bytes_ / block_bytes);
-      run.references.assign(static_cast<size_t>(blocks), 0);
-      for (int32_t block = 0; block < blocks; ++block) run.free.insert(run.free.end(), block);
-      std::fill_n(owner_.begin() + first, slabs, first);
-      open.insert(first);
+      lowest = open();
     }
-    Run& run = runs_.at(*open.begin());
-    const int32_t block = *run.free.begin();
-    run.free.erase(run.free.begin());
-    if (run.free.empty()) open.erase(run.first_slab);
-    run.references[static_cast<size_t>(block)] = 1;
+    const int64_t first_slab = lowest->first_slab;
+    Run& run = runs_[static_cast<size_t>(first_slab)];
+    while (run.references[run.lowest_free] > 0) ++run.lowest_free;
+    const size_t block = run.lowest_free++;
+    run.references[block] = 1;
+    if (--run.free_blocks == 0) open_.erase(lowest);
     used_bytes_ += block_bytes;
-    out.push_back(base_ + run.first_slab * slab_bytes_ + block * block_bytes);
+    out.push_back(base_ + first_slab * slab_bytes_ + static_cast<int64_t>(block) * block_bytes);
   }
   return true;
 }
 
-BlockAllocator::Run& BlockAllocator::RunOf(int64_t address, int32_t* block) {
-  const BlockAllocator* self = this;
-  return const_cast<Run&>(self->RunOf(address, block));
-}
-
-const BlockAllocator::Run& BlockAllocator::RunOf(int64_t address, int32_t* block) const {
+BlockAllocator::Place BlockAllocator::PlaceOf(int64_t address) const {
   const int64_t offset = address - base_;
   CHECK(offset >= 0 && offset < capacity_bytes());
   const int64_t first = owner_[static_cast<size_t>(offset / slab_bytes_)];
   CHECK(first >= 0);
-  const Run& run = runs_.at(first);
+  const int64_t block_bytes = runs_[static_cast<size_t>(first)].block_bytes;
   const int64_t inside = offset - first * slab_bytes_;
-  CHECK(inside % run.block_bytes == 0);
-  *block = static_cast<int32_t>(inside / run.block_bytes);
-  return run;
+  CHECK(inside % block_bytes == 0);
+  return {first, static_cast<size_t>(inside / block_bytes)};
 }
 
 void BlockAllocator::AddReference(int64_t address) {
-  int32_t block = 0;
-  Run& run = RunOf(address, &block);
-  CHECK(run.references[static_cast<size_t>(block)] > 0);
-  ++run.references[static_cast<size_t>(block)];
+  const Place place = PlaceOf(address);
+  int32_t& references = runs_[static_cast<size_t>(place.first_slab)].references[place.block];
+  CHECK(references > 0);
+  ++references;
 }
 
 int32_t BlockAllocator::References(int64_t address) const {
-  int32_t block = 0;
-  return RunOf(address, &block).references[static_cast<size_t>(block)];
+  const Place place = PlaceOf(address);
+  return runs_[static_cast<size_t>(place.first_slab)].references[place.block];
 }
 
 void BlockAllocator::Release(int64_t address) {
-  int32_t block = 0;
-  Run& run = RunOf(address, &block);
-  int32_t& references = run.references[static_cast<size_t>(block)];
+  const Place place = PlaceOf(address);
+  Run& run = runs_[static_cast<size_t>(place.first_slab)];
+  int32_t& references = run.references[place.block];
   CHECK(references > 0);
   if (--references > 0) return;
-  run.free.insert(block);
   used_bytes_ -= run.block_bytes;
-  std::set<int64_t>& open = open_runs_[run.block_bytes];
-  if (run.free.size() < run.references.size()) {
-    open.insert(run.first_slab);
+  run.lowest_free = std::min(run.lowest_free, place.block);
+  const bool was_open = run.free_blocks++ > 0;
+  const bool empty = run.free_blocks == static_cast<int64_t>(run.references.size());
+  const OpenRun open{run.block_bytes, place.first_slab};
+  if (!empty) {
+    if (!was_open) open_.insert(FirstOpen(open), open);
     return;
   }
-  open.erase(run.first_slab);
-  std::fill_n(owner_.begin() + run.first_slab, run.slabs, int64_t{-1});
-  const int64_t first = run.first_slab;
-  const int64_t slabs = run.slabs;
-  runs_.erase(first);
-  if (on_empty_) on_empty_(base_ + first * slab_bytes_, slabs * slab_bytes_);
+  if (was_open) open_.erase(FirstOpen(open));
+  std::fill_n(owner_.begin() + place.first_slab, run.slabs, int64_t{-1});
+  if (on_empty_) on_empty_(base_ + place.first_slab * slab_bytes_, run.slabs * slab_bytes_);
 }
 
 int64_t BlockAllocator::FreeBlocks(int64_t block_bytes) const {
   int64_t blocks = 0;
-  if (const auto open = open_runs_.find(block_bytes); open != open_runs_.end()) {
-    for (int64_t first : open->second) {
-      blocks += static_cast<int64_t>(runs_.at(first).free.size());
+  for (const OpenRun& open : open_) {
+    if (open.block_bytes == block_bytes) {
+      blocks += runs_[static_cast<size_t>(open.first_slab)].free_blocks;
     }
   }
   const int64_t comfortable = SlabsPerRun(block_bytes);

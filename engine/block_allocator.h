@@ -8,13 +8,17 @@
 // Thread-compatible. All allocations are all-or-nothing.
 #pragma once
 
+#include <compare>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
-#include <set>
 #include <vector>
 
+#include "engine/util/recycled.h"
+
 namespace attend {
+
+using BlockList = RecycledVector<int64_t>;  // addresses
 
 class BlockAllocator {
  public:
@@ -25,7 +29,7 @@ class BlockAllocator {
 
   // Appends `count` addresses of blocks of `block_bytes` (a multiple of 64), each with one
   // reference, to `out`; false and nothing changed when they don't all fit. Lowest addresses first.
-  bool Allocate(int64_t block_bytes, int64_t count, std::vector<int64_t>& out);
+  bool Allocate(int64_t block_bytes, int64_t count, BlockList& out);
 
   void AddReference(int64_t address);
   // Drops one reference; at none the block is free.
@@ -39,25 +43,38 @@ class BlockAllocator {
   int64_t used_bytes() const { return used_bytes_; }  // of blocks handed out, shared ones once
 
  private:
+  // Slabs that serve one block size. Unused ones keep their memory, 4 bytes for every block that
+  // they were cut into: allocating and releasing asks the heap for nothing.
   struct Run {
-    int64_t first_slab = 0;
     int64_t slabs = 0;
     int64_t block_bytes = 0;
     std::vector<int32_t> references;  // [blocks]; 0 = free
-    std::set<int32_t> free;           // indices of free blocks, lowest handed out first
+    int64_t free_blocks = 0;
+    size_t lowest_free = 0;  // no block before it is free
+  };
+  // A run with a free block. Ordered by block size, then by address.
+  struct OpenRun {
+    int64_t block_bytes = 0;
+    int64_t first_slab = 0;
+    friend auto operator<=>(const OpenRun&, const OpenRun&) = default;
+  };
+  struct Place {
+    int64_t first_slab = 0;  // of the run
+    size_t block = 0;
   };
 
   int64_t SlabsPerRun(int64_t block_bytes) const;
   int64_t FindFreeSlabs(int64_t slabs) const;  // first slab, -1 = none
-  Run& RunOf(int64_t address, int32_t* block);
-  const Run& RunOf(int64_t address, int32_t* block) const;
+  bool OpenNewRun(int64_t block_bytes);
+  std::vector<OpenRun>::iterator FirstOpen(OpenRun from);
+  Place PlaceOf(int64_t address) const;
 
   int64_t base_;
   int64_t slab_bytes_;
   std::function<void(int64_t, int64_t)> on_empty_;
-  std::vector<int64_t> owner_;   // [slabs] first slab of the run it belongs to, -1 = free
-  std::map<int64_t, Run> runs_;  // by first slab
-  std::map<int64_t, std::set<int64_t>> open_runs_;  // block bytes -> runs with a free block
+  std::vector<int64_t> owner_;  // [slabs] first slab of the run it belongs to, -1 = free
+  std::vector<Run> runs_;       // [slabs] by first slab
+  std::vector<OpenRun> open_;   // sorted
   int64_t used_bytes_ = 0;
 };
 

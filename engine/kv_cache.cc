@@ -79,7 +79,7 @@ void KvCache::Trim(KvHistory& history) {
   }
 }
 
-bool KvCache::AllocateScratch(int64_t block_bytes, int64_t count, std::vector<int64_t>& out) {
+bool KvCache::AllocateScratch(int64_t block_bytes, int64_t count, BlockList& out) {
   const size_t before = out.size();
   if (!scratch_.Allocate(block_bytes, count, out)) return false;
   for (size_t i = before; i < out.size(); ++i) {
@@ -88,7 +88,7 @@ bool KvCache::AllocateScratch(int64_t block_bytes, int64_t count, std::vector<in
   return true;
 }
 
-bool KvCache::AllocateTemporary(int64_t block_bytes, int64_t count, std::vector<int64_t>& out) {
+bool KvCache::AllocateTemporary(int64_t block_bytes, int64_t count, BlockList& out) {
   return AllocateScratch(block_bytes, count, out) || arena_.Allocate(block_bytes, count, out);
 }
 
@@ -112,54 +112,49 @@ KvCache::Outcome KvCache::ReserveAppend(KvHistory& history, int layer, int64_t p
   const int64_t end_block = new_keys == 0 ? first_block : BlockCount(end);
   const auto held = static_cast<int64_t>(history.blocks.size());
 
-  std::vector<int64_t> shared;  // block indices to copy before writing
-  for (int64_t index = first_block; index < std::min(end_block, held); ++index) {
-    if (arena_.References(history.blocks[static_cast<size_t>(index)]) > 1) shared.push_back(index);
-  }
+  const int64_t end_held = std::min(end_block, held);
+  const auto shared = [&](int64_t index) {  // to be copied before writing
+    return arena_.References(history.blocks[static_cast<size_t>(index)]) > 1;
+  };
+  int64_t blocks = std::max<int64_t>(0, end_block - held);
+  for (int64_t index = first_block; index < end_held; ++index) blocks += shared(index) ? 1 : 0;
   // Committed rows that will be overwritten: [position, min(length, end)).
-  std::vector<int64_t> overwritten;
-  for (int64_t index = first_block; index < BlockCount(std::min(length, end)); ++index) {
-    if (new_keys > 0 && position < length) overwritten.push_back(index);
-  }
+  const bool rewinds = new_keys > 0 && position < length;
+  const int64_t overwritten = rewinds ? BlockCount(std::min(length, end)) - first_block : 0;
 
-  std::vector<int64_t> fresh;
-  const int64_t grow = std::max<int64_t>(0, end_block - held);
-  if (!arena_.Allocate(history.layout->block_bytes, static_cast<int64_t>(shared.size()) + grow,
-                       fresh)) {
-    return Outcome::kKvExhausted;
-  }
-  std::vector<int64_t> undo;
-  if (!AllocateTemporary(place.geometry.BlockBytes(), static_cast<int64_t>(overwritten.size()),
-                         undo)) {
+  BlockList fresh;
+  if (!arena_.Allocate(history.layout->block_bytes, blocks, fresh)) return Outcome::kKvExhausted;
+  KvReservation made;
+  if (!AllocateTemporary(place.geometry.BlockBytes(), overwritten, made.own_blocks)) {
     for (int64_t block : fresh) arena_.Release(block);
     return Outcome::kKvExhausted;
   }
 
-  std::vector<BlockCopy> copies;
-  for (size_t i = 0; i < shared.size(); ++i) {
-    int64_t& block = history.blocks[static_cast<size_t>(shared[i])];
-    copies.push_back({block, fresh[i], history.layout->block_bytes});
+  RecycledVector<BlockCopy> copies;
+  auto next = fresh.begin();
+  for (int64_t index = first_block; index < end_held; ++index) {
+    if (!shared(index)) continue;
+    int64_t& block = history.blocks[static_cast<size_t>(index)];
+    copies.push_back({block, *next, history.layout->block_bytes});
     arena_.Release(block);
-    block = fresh[i];
+    block = *next++;
   }
-  history.blocks.insert(history.blocks.end(), fresh.begin() + static_cast<int64_t>(shared.size()),
-                        fresh.end());
+  history.blocks.insert(history.blocks.end(), next, fresh.end());
   Copy(copies);
 
   copies.clear();
-  reservation = {};
-  for (size_t i = 0; i < overwritten.size(); ++i) {
-    const int64_t from = history.blocks[static_cast<size_t>(overwritten[i])] + place.offset_bytes;
-    copies.push_back({from, undo[i], place.geometry.BlockBytes()});
-    reservation.saved.push_back({overwritten[i], undo[i]});
+  for (int64_t i = 0; i < overwritten; ++i) {
+    const int64_t from = history.blocks[static_cast<size_t>(first_block + i)] + place.offset_bytes;
+    copies.push_back({from, made.own_blocks[static_cast<size_t>(i)], place.geometry.BlockBytes()});
   }
   Copy(copies);
 
-  reservation.kind = KvReservation::Kind::kAppend;
-  reservation.history = &history;
-  reservation.layer = layer;
-  reservation.position = position;
-  reservation.new_keys = new_keys;
+  made.kind = KvReservation::Kind::kAppend;
+  made.history = &history;
+  made.layer = layer;
+  made.position = position;
+  made.new_keys = new_keys;
+  reservation = std::move(made);
   history.reserved[static_cast<size_t>(layer)] = std::max<int64_t>(end, 1);
   return Outcome::kOk;
 }
@@ -233,7 +228,7 @@ void KvCache::Commit(KvReservation& reservation) {
       const auto layer = static_cast<size_t>(reservation.layer);
       history.length[layer] = reservation.position + reservation.new_keys;
       history.reserved[layer] = 0;
-      for (const KvReservation::Saved& saved : reservation.saved) ReleaseTemporary(saved.address);
+      for (int64_t block : reservation.own_blocks) ReleaseTemporary(block);
       Trim(history);
       break;
     }
@@ -258,14 +253,13 @@ void KvCache::RollBack(KvReservation& reservation) {
     case KvReservation::Kind::kAppend: {
       KvHistory& history = *reservation.history;
       const KvLayout::Layer& place = history.layout->layers[static_cast<size_t>(reservation.layer)];
-      std::vector<BlockCopy> copies;
-      for (const KvReservation::Saved& saved : reservation.saved) {
-        const int64_t to =
-            history.blocks[static_cast<size_t>(saved.block_index)] + place.offset_bytes;
-        copies.push_back({saved.address, to, place.geometry.BlockBytes()});
+      auto block = history.blocks.begin() + reservation.position / kBlockTokens;
+      RecycledVector<BlockCopy> copies;
+      for (int64_t saved : reservation.own_blocks) {
+        copies.push_back({saved, *block++ + place.offset_bytes, place.geometry.BlockBytes()});
       }
       Copy(copies);
-      for (const KvReservation::Saved& saved : reservation.saved) ReleaseTemporary(saved.address);
+      for (int64_t saved : reservation.own_blocks) ReleaseTemporary(saved);
       history.reserved[static_cast<size_t>(reservation.layer)] = 0;
       Trim(history);
       reservation = {};
@@ -283,26 +277,30 @@ void KvCache::RollBack(KvReservation& reservation) {
   }
 }
 
-std::vector<int64_t> KvCache::Blocks(const KvReservation& reservation) const {
-  if (reservation.kind == KvReservation::Kind::kContext ||
-      reservation.kind == KvReservation::Kind::kScratch) {
-    return reservation.own_blocks;
+void KvCache::ListBlocks(const KvReservation& reservation, int64_t keys,
+                         std::vector<int64_t>& out) const {
+  const BlockList& own = reservation.own_blocks;
+  const int64_t count = BlockCount(keys);
+  int64_t own_from = count;  // the first one that is the reservation's own
+  switch (reservation.kind) {
+    case KvReservation::Kind::kContext:
+    case KvReservation::Kind::kScratch:
+      out.insert(out.end(), own.begin(), own.begin() + count);
+      return;
+    case KvReservation::Kind::kLookAhead:
+      if (!own.empty()) own_from = std::min(count, reservation.position / kBlockTokens);
+      break;
+    case KvReservation::Kind::kNone:
+    case KvReservation::Kind::kAppend:
+      break;
   }
   const KvHistory& history = *reservation.history;
   const int64_t offset =
       history.layout->layers[static_cast<size_t>(reservation.layer)].offset_bytes;
-  const int64_t count = BlockCount(reservation.position + reservation.new_keys);
-  const int64_t own_from =
-      reservation.kind == KvReservation::Kind::kLookAhead && !reservation.own_blocks.empty()
-          ? reservation.position / kBlockTokens
-          : count;
-  std::vector<int64_t> blocks;
-  for (int64_t index = 0; index < count; ++index) {
-    blocks.push_back(index < own_from
-                         ? history.blocks[static_cast<size_t>(index)] + offset
-                         : reservation.own_blocks[static_cast<size_t>(index - own_from)]);
+  for (int64_t index = 0; index < own_from; ++index) {
+    out.push_back(history.blocks[static_cast<size_t>(index)] + offset);
   }
-  return blocks;
+  out.insert(out.end(), own.begin(), own.begin() + (count - own_from));
 }
 
 KvHistory KvCache::Fork(const KvHistory& history) {

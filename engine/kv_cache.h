@@ -41,13 +41,13 @@ struct KvContext {
   bool present = false;
   int64_t length = 0;
   std::array<uint64_t, 2> hash{};  // of dtype, shape and bytes
-  std::vector<int64_t> blocks;
+  BlockList blocks;
 };
 
 // What one session has cached.
 struct KvHistory {
   std::shared_ptr<const KvLayout> layout;
-  std::vector<int64_t> blocks;     // history blocks, shared by the layers
+  BlockList blocks;                // history blocks, shared by the layers
   std::vector<int64_t> length;     // [layers] committed tokens
   std::vector<int64_t> reserved;   // [layers] tokens a running append will have; 0 = none
   std::vector<KvContext> context;  // [layers]
@@ -71,13 +71,9 @@ struct KvReservation {
   int64_t new_keys = 0;
   int32_t block_tokens = kBlockTokens;
   std::array<uint64_t, 2> context_hash{};
-  std::vector<int64_t> own_blocks;  // scratch of kLookAhead and kScratch, blocks of kContext
-  // kAppend over committed rows (rewind): copies of this layer's parts, put back by RollBack.
-  struct Saved {
-    int64_t block_index = 0;
-    int64_t address = 0;
-  };
-  std::vector<Saved> saved;
+  // Scratch of kLookAhead and kScratch, blocks of kContext. kAppend over committed rows (rewind):
+  // copies of this layer's parts of the blocks from `position` on, put back by RollBack.
+  BlockList own_blocks;
 };
 
 class KvCache {
@@ -112,11 +108,12 @@ class KvCache {
   void Commit(KvReservation& reservation);
   void RollBack(KvReservation& reservation);
 
-  // Addresses of the layer's part of blocks 0 .. ceil(keys / 64) - 1 under the reservation. Ask
-  // again for every batch: a block may have moved (copy-on-write by another layer).
-  std::vector<int64_t> Blocks(const KvReservation& reservation) const;
+  // Appends the addresses of the layer's part of blocks 0 .. ceil(keys / 64) - 1 under the
+  // reservation, which has so many keys or more, to `out`. Ask again for every batch: a block may
+  // have moved (copy-on-write by another layer).
+  void ListBlocks(const KvReservation& reservation, int64_t keys, std::vector<int64_t>& out) const;
   // Likewise for a cached context.
-  const std::vector<int64_t>& ContextBlocks(const KvHistory& history, int layer) const {
+  const BlockList& ContextBlocks(const KvHistory& history, int layer) const {
     return history.context[static_cast<size_t>(layer)].blocks;
   }
 
@@ -135,10 +132,10 @@ class KvCache {
   void Copy(std::span<const BlockCopy> copies);
   void Discard(int64_t address, int64_t bytes);
   void Trim(KvHistory& history);
-  bool AllocateScratch(int64_t block_bytes, int64_t count, std::vector<int64_t>& out);
+  bool AllocateScratch(int64_t block_bytes, int64_t count, BlockList& out);
   // For undo copies and look-ahead: scratch, or the arena when scratch is full, so that a step of
   // many sessions never depends on what stateless work holds.
-  bool AllocateTemporary(int64_t block_bytes, int64_t count, std::vector<int64_t>& out);
+  bool AllocateTemporary(int64_t block_bytes, int64_t count, BlockList& out);
   void ReleaseTemporary(int64_t address);  // from either
 
   AttentionEngine& engine_;

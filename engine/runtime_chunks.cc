@@ -96,10 +96,10 @@ BatchWork AttentionRuntime::WorkLeft(const AttendJob& job, const ResolvedJob& re
   BatchWork work;
   for (size_t s = 0; s < job.sequences.size(); ++s) {
     const SequenceJob& sequence = job.sequences[s];
-    const Session* session = resolved.sessions[s];
+    const Session* session = resolved.sequences[s].session;
     int64_t before = sequence.cached_before;
     if (!job.started && session != nullptr) {
-      const auto place = static_cast<size_t>(resolved.places[s]);
+      const auto place = static_cast<size_t>(resolved.sequences[s].place);
       before = spec.cross ? session->history.context[place].length : session->history.length[place];
       if (!spec.cross && sequence.position.has_value()) {
         before = std::min(before, *sequence.position);  // more is refused
@@ -119,7 +119,8 @@ BatchWork AttentionRuntime::WorkLeft(const AttendJob& job, const ResolvedJob& re
 bool AttentionRuntime::NeedsChunks(AttendJob& job) {
   if (job.tokens() > options_.batch_tokens) return true;
   if (FewRows(job)) return false;
-  const absl::StatusOr<ResolvedJob> resolved = Resolve(job);
+  asked_.resize(job.sequences.size());
+  const absl::StatusOr<ResolvedJob> resolved = Resolve(job, asked_);
   if (!resolved.ok()) return false;
   const double us = TimeOf(*resolved).PredictUs(WorkLeft(job, *resolved));
   return us > double(BatchBudgetUs(options_.chunk_us, us, now_us_(), recent_));
@@ -261,7 +262,7 @@ bool AttentionRuntime::AddChunk(size_t index, size_t sequence_index, AttendBatch
   AttendJob& job = *batch.jobs[index];
   const ResolvedJob& resolved = batch.resolved[index];
   const AttentionSpec& spec = *resolved.spec;
-  const Session* session = resolved.sessions[sequence_index];
+  const Session* session = resolved.sequences[sequence_index].session;
   SequenceJob& sequence = job.sequences[sequence_index];
   if (sequence.phase == SequenceJob::Phase::kWaiting) {
     if (session == nullptr &&
@@ -286,11 +287,7 @@ bool AttentionRuntime::AddChunk(size_t index, size_t sequence_index, AttendBatch
     item = NextItem(job, sequence_index, resolved, rows);
   }
   item.group = static_cast<int32_t>(index);
-  const bool cached_context = spec.cross && session != nullptr && !sequence.has_keys;
-  batch.blocks.push_back(
-      cached_context ? cache_.ContextBlocks(session->history, resolved.places[sequence_index])
-                     : cache_.Blocks(sequence.reservation));
-  item.blocks = batch.blocks.back();
+  item.sequence = static_cast<int32_t>(sequence_index);
 
   sequence.rows_done += item.rows;
   sequence.keys_done += item.new_keys;

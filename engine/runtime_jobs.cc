@@ -23,10 +23,11 @@ void Collect(size_t index, const absl::Status& status, absl::Status& first,
 
 }  // namespace
 
-absl::StatusOr<ResolvedJob> AttentionRuntime::Resolve(AttendJob& job) {
+absl::StatusOr<ResolvedJob> AttentionRuntime::Resolve(AttendJob& job,
+                                                      std::span<ResolvedSequence> sequences) {
   ResolvedJob resolved;
-  resolved.sessions.assign(job.sequences.size(), nullptr);
-  resolved.places.assign(job.sequences.size(), 0);
+  resolved.sequences = sequences;
+  std::fill(sequences.begin(), sequences.end(), ResolvedSequence{});
   if (job.model >= 0) {
     const LoadedModel& model = models_[static_cast<size_t>(job.model)];
     const LoadedLayer& layer = model.layers[static_cast<size_t>(job.layer)];
@@ -46,8 +47,8 @@ absl::StatusOr<ResolvedJob> AttentionRuntime::Resolve(AttendJob& job) {
       Collect(i, session.status(), error, offending);
       continue;
     }
-    const std::string field = "sequences[" + std::to_string(i) + "].session_id";
     if ((*session)->model != job.model) {
+      const std::string field = "sequences[" + std::to_string(i) + "].session_id";
       const auto name = [&](int model) {
         return model < 0 ? std::string("raw") : models_[static_cast<size_t>(model)].name;
       };
@@ -71,8 +72,7 @@ absl::StatusOr<ResolvedJob> AttentionRuntime::Resolve(AttendJob& job) {
       continue;
     }
     (*session)->last_used_us = now_us_();
-    resolved.sessions[i] = *session;
-    resolved.places[i] = static_cast<int>(place - layers.begin());
+    sequences[i] = {*session, static_cast<int>(place - layers.begin())};
   }
   if (!error.ok()) return WithSequences(error, offending);
   if (job.raw_session) RETURN_IF_ERROR(ResolveRawSession(job, resolved));
@@ -82,25 +82,27 @@ absl::StatusOr<ResolvedJob> AttentionRuntime::Resolve(AttendJob& job) {
 absl::Status AttentionRuntime::CheckSequence(const AttendJob& job, const ResolvedJob& resolved,
                                              size_t index) {
   const SequenceJob& sequence = job.sequences[index];
-  const std::string field = "sequences[" + std::to_string(index) + "]";
-  const Session* session = resolved.sessions[index];
+  const auto field = [&](const char* part) {
+    return "sequences[" + std::to_string(index) + "]" + part;
+  };
+  const Session* session = resolved.sequences[index].session;
   if (session == nullptr) {
     if (cache_.FitsScratch(resolved.geometry(), sequence.keys)) return absl::OkStatus();
     return MakeError(
         absl::StatusCode::kInvalidArgument,
         {.reason = Reason::kTooLarge,
-         .field = field,
+         .field = field(""),
          .got = std::to_string(sequence.keys) + " keys of " +
                 std::to_string(resolved.geometry().TokenBytes()) + " bytes",
          .wanted = "at most " + std::to_string(cache_.scratch_capacity_bytes() / 8 * 7) +
                    " bytes of stateless keys and values"});
   }
-  const auto place = static_cast<size_t>(resolved.places[index]);
+  const auto place = static_cast<size_t>(resolved.sequences[index].place);
   if (resolved.spec->cross) {
     const KvContext& context = session->history.context[place];
     const auto conflict = [&](const char* got, const char* wanted) {
       return MakeError(absl::StatusCode::kFailedPrecondition, {.reason = Reason::kContextConflict,
-                                                               .field = field + ".context_length",
+                                                               .field = field(".context_length"),
                                                                .got = got,
                                                                .wanted = wanted,
                                                                .cached = context.length});
@@ -119,7 +121,7 @@ absl::Status AttentionRuntime::CheckSequence(const AttendJob& job, const Resolve
     return MakeError(
         absl::StatusCode::kFailedPrecondition,
         {.reason = Reason::kPositionMismatch,
-         .field = field + ".position",
+         .field = field(".position"),
          .got = std::to_string(position),
          .wanted = std::to_string(cached) + ", the tokens layer " + std::string(job.layer_name) +
                    " has cached" + (position < cached ? " (or rewind)" : ""),
@@ -129,7 +131,7 @@ absl::Status AttentionRuntime::CheckSequence(const AttendJob& job, const Resolve
       position + sequence.keys > session->max_tokens) {
     return MakeError(absl::StatusCode::kResourceExhausted,
                      {.reason = Reason::kQuota,
-                      .field = field + ".length",
+                      .field = field(".length"),
                       .got = std::to_string(position + sequence.keys) + " tokens",
                       .wanted = "at most max_tokens " + std::to_string(session->max_tokens)});
   }
@@ -179,10 +181,10 @@ absl::Status AttentionRuntime::PrepareAnswer(AttendJob& job, const ResolvedJob& 
 absl::Status AttentionRuntime::ReserveSequence(AttendJob& job, const ResolvedJob& resolved,
                                                size_t index) {
   SequenceJob& sequence = job.sequences[index];
-  Session* session = resolved.sessions[index];
+  Session* session = resolved.sequences[index].session;
   if (session == nullptr) return absl::OkStatus();  // scratch is taken when its first chunk runs
   KvHistory& history = session->history;
-  const int place = resolved.places[index];
+  const int place = resolved.sequences[index].place;
   const auto reserve = [&] {
     if (resolved.spec->cross) {
       if (!sequence.has_keys) return KvCache::Outcome::kOk;
@@ -224,10 +226,10 @@ absl::Status AttentionRuntime::Begin(AttendJob& job, const ResolvedJob& resolved
   if (!error.ok()) return WithSequences(error, offending);
   for (size_t i = 0; i < job.sequences.size(); ++i) {
     SequenceJob& sequence = job.sequences[i];
-    const Session* session = resolved.sessions[i];
+    const Session* session = resolved.sequences[i].session;
     sequence.cached_before = 0;
     if (session == nullptr) continue;
-    const auto place = static_cast<size_t>(resolved.places[i]);
+    const auto place = static_cast<size_t>(resolved.sequences[i].place);
     if (resolved.spec->cross) {
       const KvContext& context = session->history.context[place];
       if (!context.present) continue;

@@ -21,10 +21,10 @@ absl::Status LengthError(int64_t length, int64_t longest) {
 
 // A raw request in sessions: all sessions share one layout, and the tensors fit it.
 absl::Status AttentionRuntime::ResolveRawSession(const AttendJob& job, ResolvedJob& resolved) {
-  const Session& first = *resolved.sessions[0];
+  const Session& first = *resolved.sequences[0].session;
   const KvGeometry geometry = first.history.layout->layers[0].geometry;
-  for (size_t i = 1; i < resolved.sessions.size(); ++i) {
-    const Session& other = *resolved.sessions[i];
+  for (size_t i = 1; i < resolved.sequences.size(); ++i) {
+    const Session& other = *resolved.sequences[i].session;
     if (!(other.raw_spec == first.raw_spec) ||
         !(other.history.layout->layers[0].geometry == geometry)) {
       return InvalidField("sequences[" + std::to_string(i) + "].session_id",

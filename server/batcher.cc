@@ -215,7 +215,7 @@ void Batcher::RunControl(TaskId id) {
 bool Batcher::StartJobs(RecycledVector<TaskId> started) {
   RecycledVector<AttendJob*> jobs;
   for (TaskId id : started) jobs.push_back(Find(id)->job.get());
-  Running running{runtime_.StartBatch(jobs), std::move(started)};
+  Running running{&runtime_.StartBatch(jobs), std::move(started)};
   const RecycledVector<TaskId>& ids = running.ids;
 
   // What did not fit is offered again, before younger tasks. But when nothing ran and nothing runs,
@@ -246,7 +246,7 @@ bool Batcher::StartJobs(RecycledVector<TaskId> started) {
 }
 
 void Batcher::Finish(Running running) {
-  const BatchOutcome outcome = runtime_.FinishBatch(std::move(running.batch));
+  const BatchOutcome& outcome = runtime_.FinishBatch(*running.batch);
   if (!outcome.engine.ok()) engine_failed_.store(true);
   if (outcome.tokens > 0) {
     const double rate =

@@ -82,7 +82,7 @@ class Batcher {
 
   // A batch in flight and the tasks it will end or bring further.
   struct Running {
-    std::unique_ptr<AttendBatch> batch;
+    AttendBatch* batch = nullptr;
     RecycledVector<TaskId> ids;  // [batch->jobs]; those that are untouched wait again
   };
 

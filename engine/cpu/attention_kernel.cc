@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 #include <vector>
 
 #include "engine/cpu/attention_tile.h"
+#include "engine/cpu/attention_workspace.h"
 #include "engine/cpu/kv_append.h"
 #include "engine/cpu/kv_blocks.h"
 
@@ -35,13 +37,6 @@ const AttendItem& ItemAt(const AttentionBatch& batch, int plan_index) {
 KvBlockLayout LayoutOf(const AttentionBatch& batch, const AttendItem& item) {
   return {GeometryOf(*batch.plan->spec, batch.plan->kv_dtype), item.block_tokens};
 }
-
-// One block's share of the new keys of one item.
-struct AppendTask {
-  int plan_index;
-  int64_t first_key;  // absolute
-  int64_t keys;
-};
 
 // Calls run(task) for every block that the item appends to.
 template <class Run>
@@ -99,12 +94,13 @@ bool BringsKeys(const AttendItem& item, int64_t tile_rows) {
          item.keys() <= 2 * item.rows;
 }
 
-std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, bool dot, int workers) {
+void CutIntoTiles(const AttentionBatch& batch, bool dot, int workers,
+                  std::vector<AttentionTile>& tiles) {
   const BatchPlan& plan = *batch.plan;
   const AttentionSpec& spec = *plan.spec;
   const int64_t wanted_rows = std::clamp(
       plan.query_rows * spec.q_heads / (kTilesPerWorker * workers), kMinTileRows, kMaxTileRows);
-  std::vector<AttentionTile> tiles;
+  tiles.clear();
   for (int p = 0; p < plan.items(); ++p) {
     const AttendItem& item = ItemAt(batch, p);
     if (item.rows == 0) continue;
@@ -126,32 +122,15 @@ std::vector<AttentionTile> CutIntoTiles(const AttentionBatch& batch, bool dot, i
       for (tile.kv_head = 0; tile.kv_head < spec.kv_heads; ++tile.kv_head) tiles.push_back(tile);
     }
   }
-  // Dear tiles first: the workers then finish together.
-  const auto dearer = [](const AttentionTile& a, const AttentionTile& b) {
-    return Cost(a) > Cost(b);
+  // Dear tiles first: the workers then finish together. Equally dear ones stay as they were cut.
+  const auto before = [](const AttentionTile& a, const AttentionTile& b) {
+    return std::tuple(-Cost(a), a.plan_index, a.row_begin, a.kv_head) <
+           std::tuple(-Cost(b), b.plan_index, b.row_begin, b.kv_head);
   };
-  if (!std::is_sorted(tiles.begin(), tiles.end(), dearer)) {
-    std::stable_sort(tiles.begin(), tiles.end(), dearer);
+  if (!std::is_sorted(tiles.begin(), tiles.end(), before)) {
+    std::sort(tiles.begin(), tiles.end(), before);
   }
-  return tiles;
 }
-
-// A whole tile (segment -1), or one segment of a split one.
-struct TileTask {
-  int64_t tile;
-  int64_t segment;  // index from the tile's first one
-  int64_t state;    // float offset in the split tiles' memory
-};
-
-// Leading tiles that would keep one worker busy longer than its share are split into their
-// segments.
-struct TileTasks {
-  std::vector<TileTask> tasks;
-  std::vector<int64_t> ends;  // of each worker's (WorkerPool::ParallelFor)
-  int64_t split_tiles = 0;
-  std::vector<int64_t> states;  // [split tiles] offset of the first state
-  int64_t state_floats = 0;
-};
 
 // The worker that projected a head's columns (Projector::CutTasks).
 int64_t WorkerOf(int kv_head, int kv_heads, int workers) {
@@ -159,25 +138,30 @@ int64_t WorkerOf(int kv_head, int kv_heads, int workers) {
 }
 
 // Orders whole tiles by the workers they are for.
-void DealOut(const std::vector<AttentionTile>& tiles, int workers, TileTasks& made) {
+void DealOut(int workers, AttentionWorkspace& made) {
   const auto worker_of = [&](const TileTask& task) {
-    const AttentionTile& tile = tiles[task.tile];
+    const AttentionTile& tile = made.tiles[task.tile];
     return WorkerOf(tile.kv_head, tile.spec->kv_heads, workers);
   };
-  std::stable_sort(made.tasks.begin(), made.tasks.end(), [&](const TileTask& a, const TileTask& b) {
-    return worker_of(a) < worker_of(b);
-  });
+  made.undealt.swap(made.tasks);
+  made.tasks.resize(made.undealt.size());
+  // ends[w] is where the next task of worker w goes: in the end, after its last one.
   made.ends.assign(static_cast<size_t>(workers), 0);
-  for (const TileTask& task : made.tasks) ++made.ends[worker_of(task)];
+  for (const TileTask& task : made.undealt) {
+    if (const int64_t next = worker_of(task) + 1; next < workers) ++made.ends[next];
+  }
   std::partial_sum(made.ends.begin(), made.ends.end(), made.ends.begin());
+  for (const TileTask& task : made.undealt) made.tasks[made.ends[worker_of(task)]++] = task;
 }
 
-TileTasks MakeTasks(const std::vector<AttentionTile>& tiles, int workers) {
+void MakeTasks(int workers, AttentionWorkspace& made) {
   int64_t total = 0;
-  for (const AttentionTile& tile : tiles) total += Cost(tile);
-  TileTasks made;
-  for (int64_t t = 0; t < static_cast<int64_t>(tiles.size()); ++t) {
-    const AttentionTile& tile = tiles[t];
+  for (const AttentionTile& tile : made.tiles) total += Cost(tile);
+  made.tasks.clear();
+  made.states.clear();
+  made.split_tiles = made.state_floats = 0;
+  for (int64_t t = 0; t < static_cast<int64_t>(made.tiles.size()); ++t) {
+    const AttentionTile& tile = made.tiles[t];
     const bool split = workers > 1 && t == made.split_tiles && tile.segments() > 1 &&
                        tile.rows() <= kMaxSplitRows &&
                        Cost(tile) * kTilesPerWorker * workers > total;
@@ -193,22 +177,22 @@ TileTasks MakeTasks(const std::vector<AttentionTile>& tiles, int workers) {
     }
   }
   if (made.split_tiles == 0) {
-    DealOut(tiles, workers, made);
+    DealOut(workers, made);
   } else {
-    made.ends = {static_cast<int64_t>(made.tasks.size())};
+    made.ends.assign(1, static_cast<int64_t>(made.tasks.size()));
   }
-  return made;
 }
 
 // Appends the keys that no tile brings.
-void AppendKeys(CpuIsa isa, const AttentionBatch& batch, const std::vector<AttentionTile>& tiles,
-                WorkerPool& pool) {
-  std::vector<bool> brought(static_cast<size_t>(batch.plan->items()));
-  for (const AttentionTile& tile : tiles) brought[tile.plan_index] = tile.brings_keys;
-  std::vector<AppendTask> tasks;
+void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
+                AttentionWorkspace& made) {
+  made.brought.assign(static_cast<size_t>(batch.plan->items()), false);
+  for (const AttentionTile& tile : made.tiles) made.brought[tile.plan_index] = tile.brings_keys;
+  std::vector<AppendTask>& tasks = made.appends;
+  tasks.clear();
   int64_t keys = 0;
   for (int p = 0; p < batch.plan->items(); ++p) {
-    if (brought[p]) continue;
+    if (made.brought[p]) continue;
     ForAppends(batch, p, [&](const AppendTask& task) { tasks.push_back(task); });
     keys += ItemAt(batch, p).new_keys;
   }
@@ -222,7 +206,8 @@ void AppendKeys(CpuIsa isa, const AttentionBatch& batch, const std::vector<Atten
                      [&](int64_t task, int) { AppendToBlock(isa, batch, tasks[task], 0, heads); });
     return;
   }
-  std::vector<int64_t> ends(static_cast<size_t>(pool.workers()));
+  std::vector<int64_t>& ends = made.append_ends;
+  ends.assign(static_cast<size_t>(pool.workers()), 0);
   for (int head = 0; head < heads; ++head) ends[WorkerOf(head, heads, pool.workers())] += blocks;
   std::partial_sum(ends.begin(), ends.end(), ends.begin());
   pool.ParallelFor(ends, [&](int64_t task, int) {
@@ -233,11 +218,12 @@ void AppendKeys(CpuIsa isa, const AttentionBatch& batch, const std::vector<Atten
 
 }  // namespace
 
-void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) {
+void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
+                     AttentionWorkspace& made) {
   const TileFunctions& functions = TileFunctionsFor(isa);
-  const std::vector<AttentionTile> tiles = CutIntoTiles(batch, UsesDot(isa, batch), pool.workers());
-  AppendKeys(isa, batch, tiles, pool);
-  const TileTasks made = MakeTasks(tiles, pool.workers());
+  CutIntoTiles(batch, UsesDot(isa, batch), pool.workers(), made.tiles);
+  AppendKeys(isa, batch, pool, made);
+  MakeTasks(pool.workers(), made);
   float* states = nullptr;
   if (made.state_floats > 0) {
     states = reinterpret_cast<float*>(
@@ -245,7 +231,7 @@ void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) 
   }
   pool.ParallelFor(made.ends, [&](int64_t index, int) {
     const TileTask& task = made.tasks[index];
-    const AttentionTile& tile = tiles[task.tile];
+    const AttentionTile& tile = made.tiles[task.tile];
     if (tile.brings_keys) {
       ForAppends(batch, tile.plan_index, [&](const AppendTask& keys) {
         AppendToBlock(isa, batch, keys, tile.kv_head, tile.kv_head + 1);
@@ -259,7 +245,7 @@ void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool) 
     }
   });
   pool.ParallelFor(made.split_tiles, [&](int64_t index, int) {
-    functions.finish(tiles[index], states + made.states[index]);
+    functions.finish(made.tiles[index], states + made.states[index]);
   });
 }
 

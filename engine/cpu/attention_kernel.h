@@ -20,6 +20,8 @@
 
 namespace attend {
 
+struct AttentionWorkspace;  // engine/cpu/attention_workspace.h
+
 enum class CpuIsa : uint8_t { kAvx2, kAvx512 };
 
 // Everything of one batch the stage reads. `q`, `k`, `v` are float32, projected, normalised and
@@ -40,8 +42,10 @@ struct AttentionBatch {
 };
 
 // Rounds or quantises k and v to plan->kv_dtype and writes them to their places in the blocks, then
-// attends all query rows: writes `output` and the asked attention weights.
-void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool);
+// attends all query rows: writes `output` and the asked attention weights. Nothing in `workspace`
+// matters but its memory.
+void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
+                     AttentionWorkspace& workspace);
 
 // Rows between a block layout and canonical [keys, kv_heads, dim] order, in the geometry's dtype,
 // without conversion. `canonical` holds K rows, then V rows, for I8 then the scales of keys and of

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/cpu/attention_kernel.h"
+#include "engine/cpu/attention_workspace.h"
 #include "engine/cpu/batch_rows.h"
 #include "engine/cpu/cpu_info.h"
 #include "engine/cpu/head_transform.h"
@@ -112,6 +113,7 @@ class CpuEngine final : public AttentionEngine {
   MappedMemory attended_;   // [query rows, q_heads, v_head_dim] as the output product reads it
   std::vector<const void*> input_rows_, context_rows_, attended_inputs_;
   std::vector<OutputRow> q_rows_, k_rows_, v_rows_, attended_rows_, output_rows_;
+  AttentionWorkspace attention_;
 
   Ticket ticket_ = 0;  // of the last Start
   StageTimes times_;
@@ -187,7 +189,7 @@ absl::StatusOr<Ticket> CpuEngine::Start(const BatchPlan& plan, std::span<const A
                              .kv_memory = kv_memory_.data(),
                              .output = attended_rows_.data(),
                              .compute = layer == nullptr ? DType::kF32 : layer->attention_compute};
-  AppendAndAttend(isa_, batch, pool_);
+  AppendAndAttend(isa_, batch, pool_, attention_);
   times_.attend_us = MicrosSince(start);
 
   start = std::chrono::steady_clock::now();

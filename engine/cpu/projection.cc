@@ -138,7 +138,8 @@ absl::Status Projector::Prepare(const Product& product) {
 // Rows that products share (the same pointers) are quantised once.
 absl::Status Projector::Quantise(std::span<const Product> products) {
   quantised_.resize(std::max(quantised_.size(), products.size()));
-  std::vector<size_t> own;  // products whose rows are quantised here
+  std::vector<size_t>& own = quantised_here_;
+  own.clear();
   for (size_t i = 0; i < products.size(); ++i) {
     const Product& product = products[i];
     if (product.matrix->compute_dtype() != DType::kI8 || product.rows == 0) continue;

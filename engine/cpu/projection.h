@@ -89,6 +89,7 @@ class Projector {
   // Of the phase that runs.
   std::vector<Input> inputs_;             // [products]
   std::vector<QuantisedRows> quantised_;  // [products] those whose rows no other product has
+  std::vector<size_t> quantised_here_;    // these products
   std::vector<Task> tasks_;
   std::vector<int64_t> task_ends_;  // of each worker's
 };

@@ -83,11 +83,11 @@ WorkerPool::~WorkerPool() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void WorkerPool::ParallelFor(int64_t tasks, const Work& work) {
+void WorkerPool::ParallelFor(int64_t tasks, Work work) {
   ParallelFor(std::span<const int64_t>(&tasks, 1), work);
 }
 
-void WorkerPool::ParallelFor(std::span<const int64_t> ends, const Work& work) {
+void WorkerPool::ParallelFor(std::span<const int64_t> ends, Work work) {
   ranges_used_ = static_cast<int>(ends.size());
   int64_t tasks = 0;
   for (size_t w = 0; w < ends.size(); ++w) {

@@ -9,11 +9,12 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <mutex>
 #include <span>
 #include <thread>
 #include <vector>
+
+#include "absl/functional/function_ref.h"
 
 namespace attend {
 
@@ -27,18 +28,18 @@ class WorkerPool {
 
   int workers() const { return workers_; }
 
-  using Work = std::function<void(int64_t task, int worker)>;
+  using Work = absl::FunctionRef<void(int64_t task, int worker)>;
 
   // Calls work(task, worker) once for every task in [0, tasks), worker in [0, workers()), and
   // returns when all are done. Tasks are handed out in ascending order, one at a time. One caller
   // at a time, the same thread always takes part as worker 0. `work` must not throw or call
   // ParallelFor.
-  void ParallelFor(int64_t tasks, const Work& work);
+  void ParallelFor(int64_t tasks, Work work);
 
   // The same for tasks [0, ends.back()) with a worker near to each: [ends[w - 1], ends[w]) are of
   // worker w < workers(). Each worker takes its own in ascending order, then what others have left:
   // what it wrote in one round is in its core's cache in the next.
-  void ParallelFor(std::span<const int64_t> ends, const Work& work);
+  void ParallelFor(std::span<const int64_t> ends, Work work);
 
   // Monotonic clock reading of the last finished task, nanoseconds; any thread. 0 before the first.
   int64_t progress_ns() const { return progress_ns_.load(std::memory_order_relaxed); }

@@ -5,6 +5,8 @@
 #include <bit>
 #include <new>
 
+#include "engine/util/recycled.h"
+
 namespace attend {
 namespace {
 
@@ -34,20 +36,19 @@ Buffer BufferPool::Get(int64_t bytes) {
   std::byte* data = nullptr;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (const auto found = unused_.find(capacity); found != unused_.end()) {
-      data = found->second.back();
-      found->second.pop_back();
-      if (found->second.empty()) unused_.erase(found);
+    if (std::vector<std::byte*>& buffers = unused_[capacity]; !buffers.empty()) {
+      data = buffers.back();
+      buffers.pop_back();
       unused_bytes_ -= capacity;
     }
   }
   if (data == nullptr) {
     data = static_cast<std::byte*>(operator new(static_cast<size_t>(capacity), kAlignment));
   }
-  return {
-      std::shared_ptr<std::byte>(data, [pool = shared_from_this(), capacity](
-                                           std::byte* released) { pool->Put(released, capacity); }),
-      bytes};
+  const auto release = [pool = shared_from_this(), capacity](std::byte* released) {
+    pool->Put(released, capacity);
+  };
+  return {std::shared_ptr<std::byte>(data, release, RecyclingAllocator<std::byte>()), bytes};
 }
 
 void BufferPool::Put(std::byte* data, int64_t capacity) {

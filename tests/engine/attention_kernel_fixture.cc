@@ -208,7 +208,7 @@ void AttentionKernelTest::Run(const AttentionSpec& spec, DType kv_dtype,
     const AttentionBatch batch{&*plan,      items,    q.data(),
                                k.data(),    v.data(), static_cast<std::byte*>(memory),
                                rows.data(), compute_};
-    AppendAndAttend(GetParam(), batch, pool);
+    AppendAndAttend(GetParam(), batch, pool, workspace_);
     for (const OutputRow& row : rows) {
       std::vector<float> floats(spec.output_width);
       for (int64_t i = 0; i < spec.output_width; ++i) floats[i] = LoadFloat(row.dtype, row.data, i);

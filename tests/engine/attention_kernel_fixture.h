@@ -13,6 +13,7 @@
 
 #include "engine/attention_spec.h"
 #include "engine/cpu/attention_kernel.h"
+#include "engine/cpu/attention_workspace.h"
 #include "engine/cpu/cpu_info.h"
 
 namespace attend {
@@ -94,6 +95,7 @@ class AttentionKernelTest : public testing::TestWithParam<CpuIsa> {
   // Of the following runs.
   DType compute_ = DType::kF32;
   DType output_dtype_ = DType::kF32;
+  AttentionWorkspace workspace_;  // of all batches of a test
 
   static constexpr int kSeed = 20240611;
   std::mt19937 random_{kSeed};

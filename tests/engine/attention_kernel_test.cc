@@ -368,8 +368,8 @@ TEST_P(AttentionKernelTest, QuantisedRowsComeOutWithTheirScales) {
   alignas(64) static std::byte memory[64 * 1024];
   WorkerPool pool(1);
   AppendAndAttend(GetParam(),
-                  AttentionBatch{&*plan, items, nullptr, k.data(), v.data(), memory, nullptr},
-                  pool);
+                  AttentionBatch{&*plan, items, nullptr, k.data(), v.data(), memory, nullptr}, pool,
+                  workspace_);
   std::vector<std::byte> rows(geometry.TokenBytes());
   CopyKvOut(geometry, blocks, 0, 1, memory, rows.data());
   const int8_t expected[16] = {0, -127, 64, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, -127, 2, 2};

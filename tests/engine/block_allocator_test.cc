@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <random>
 
@@ -14,7 +15,7 @@ namespace {
 TEST(BlockAllocatorTest, GivesEveryBlockOfTheArenaAndNotOneMore) {
   BlockAllocator allocator(0, 1 << 20);
   const int64_t expected = allocator.FreeBlocks(4096);
-  std::vector<int64_t> blocks;
+  BlockList blocks;
   EXPECT_TRUE(allocator.Allocate(4096, expected, blocks));
   EXPECT_EQ(allocator.used_bytes(), expected * 4096);
   EXPECT_EQ(allocator.FreeBlocks(4096), 0);
@@ -24,7 +25,7 @@ TEST(BlockAllocatorTest, GivesEveryBlockOfTheArenaAndNotOneMore) {
 
 TEST(BlockAllocatorTest, FailedAllocationChangesNothing) {
   BlockAllocator allocator(0, 1 << 20);
-  std::vector<int64_t> blocks;
+  BlockList blocks;
   EXPECT_FALSE(allocator.Allocate(4096, 257, blocks));
   EXPECT_TRUE(blocks.empty());
   EXPECT_EQ(allocator.used_bytes(), 0);
@@ -33,7 +34,7 @@ TEST(BlockAllocatorTest, FailedAllocationChangesNothing) {
 
 TEST(BlockAllocatorTest, ASharedBlockIsFreeAfterItsLastRelease) {
   BlockAllocator allocator(0, 1 << 20);
-  std::vector<int64_t> blocks;
+  BlockList blocks;
   ASSERT_TRUE(allocator.Allocate(64, 1, blocks));
   allocator.AddReference(blocks[0]);
   EXPECT_EQ(allocator.References(blocks[0]), 2);
@@ -60,7 +61,7 @@ TEST(BlockAllocatorTest, RandomUseNeverOverlapsAndReturnsEverySlab) {
     if (random() % 2 == 0) {
       const int64_t bytes = sizes[random() % std::size(sizes)];
       const auto count = static_cast<int64_t>(random() % 5);
-      std::vector<int64_t> blocks;
+      BlockList blocks;
       const int64_t room = allocator.FreeBlocks(bytes);
       const bool ok = allocator.Allocate(bytes, count, blocks);
       EXPECT_TRUE(ok || room < count) << "refused with room for " << room;
@@ -95,8 +96,113 @@ TEST(BlockAllocatorTest, RandomUseNeverOverlapsAndReturnsEverySlab) {
   }
   EXPECT_EQ(allocator.used_bytes(), 0);
   EXPECT_GT(emptied, 0);
-  std::vector<int64_t> all;
+  BlockList all;
   EXPECT_TRUE(allocator.Allocate(kArena, 1, all)) << "a slab did not come back";
+}
+
+// The rules of the allocator in their plainest form: every question is answered by looking at all
+// slabs and blocks. Its arena has 64 slabs.
+class PlainAllocator {
+ public:
+  explicit PlainAllocator(int64_t bytes) : slab_(bytes / 64), runs_(64) {}
+
+  bool Allocate(int64_t block_bytes, int64_t count, BlockList& out) {
+    const PlainAllocator before = *this;
+    const size_t held = out.size();
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t address = AllocateOne(block_bytes);
+      if (address < 0) {
+        *this = before;
+        out.resize(held);
+        return false;
+      }
+      out.push_back(address);
+    }
+    return true;
+  }
+
+  // The address of the run that became empty; -1 = none.
+  int64_t Release(int64_t address) {
+    for (size_t first = 0; first < runs_.size(); ++first) {
+      Run& run = runs_[first];
+      const int64_t inside = address - static_cast<int64_t>(first) * slab_;
+      if (inside < 0 || inside >= run.slabs * slab_) continue;
+      run.used[static_cast<size_t>(inside / run.block_bytes)] = false;
+      if (std::count(run.used.begin(), run.used.end(), true) > 0) return -1;
+      run = {};
+      return static_cast<int64_t>(first) * slab_;
+    }
+    return -1;
+  }
+
+ private:
+  struct Run {
+    int64_t slabs = 0;
+    int64_t block_bytes = 0;
+    std::vector<bool> used;
+  };
+
+  int64_t AllocateOne(int64_t block_bytes) {
+    for (size_t first = 0; first < runs_.size(); ++first) {
+      Run& run = runs_[first];
+      const auto free = std::find(run.used.begin(), run.used.end(), false);
+      if (run.block_bytes != block_bytes || free == run.used.end()) continue;
+      *free = true;
+      return static_cast<int64_t>(first) * slab_ + (free - run.used.begin()) * block_bytes;
+    }
+    const int64_t least = (block_bytes + slab_ - 1) / slab_;
+    int64_t slabs = least;  // or more, so that at most an eighth is wasted
+    while (slabs < least + 8 && slabs * slab_ % block_bytes * 8 > slabs * slab_) ++slabs;
+    if (slabs == least + 8) slabs = least;
+    if (!Open(slabs, block_bytes) && !Open(least, block_bytes)) return -1;
+    return AllocateOne(block_bytes);
+  }
+
+  bool Open(int64_t slabs, int64_t block_bytes) {
+    std::vector<bool> taken(runs_.size());
+    for (size_t first = 0; first < runs_.size(); ++first) {
+      std::fill_n(taken.begin() + static_cast<int64_t>(first), runs_[first].slabs, true);
+    }
+    const auto gap = std::search_n(taken.begin(), taken.end(), slabs, false);
+    if (gap == taken.end()) return false;
+    runs_[static_cast<size_t>(gap - taken.begin())] = {
+        slabs, block_bytes, std::vector<bool>(static_cast<size_t>(slabs * slab_ / block_bytes))};
+    return true;
+  }
+
+  int64_t slab_;
+  std::vector<Run> runs_;  // [slabs] by first slab
+};
+
+TEST(BlockAllocatorTest, RandomUseGivesTheAddressesOfThePlainRules) {
+  std::mt19937_64 random(TestSeed());
+  constexpr int64_t kArena = 1 << 20;  // 64 slabs of 16 KiB
+  int64_t emptied = -1;
+  BlockAllocator allocator(0, kArena, [&](int64_t address, int64_t) { emptied = address; });
+  PlainAllocator plain(kArena);
+  const int64_t sizes[] = {256, 448, 4096, 7040, 12288, 20480, 40000 / 64 * 64};
+  std::vector<int64_t> held;
+  int refused = 0;
+  for (int step = 0; step < 30000; ++step) {
+    // Fills up and empties in turn, so that both runs and gaps are of every length.
+    if (random() % 100 < (step / 1000 % 2 == 0 ? 55 : 45) || held.empty()) {
+      const int64_t bytes = sizes[random() % std::size(sizes)];
+      const auto count = static_cast<int64_t>(random() % 6);
+      BlockList blocks, expected;
+      const bool ok = allocator.Allocate(bytes, count, blocks);
+      ASSERT_EQ(ok, plain.Allocate(bytes, count, expected)) << "step " << step;
+      ASSERT_EQ(blocks, expected) << "step " << step;
+      held.insert(held.end(), blocks.begin(), blocks.end());
+      refused += ok ? 0 : 1;
+    } else {
+      std::swap(held[random() % held.size()], held.back());
+      emptied = -1;
+      allocator.Release(held.back());
+      ASSERT_EQ(emptied, plain.Release(held.back())) << "step " << step;
+      held.pop_back();
+    }
+  }
+  EXPECT_GT(refused, 0);
 }
 
 }  // namespace

@@ -21,12 +21,12 @@ class RuntimePipelineTest : public RuntimeFixture {
   RuntimePipelineTest() : RuntimeFixture(2) {}
   ~RuntimePipelineTest() override { EXPECT_EQ(engine_->violations.load(), 0); }
 
-  std::unique_ptr<AttendBatch> Start(AttendJob& job) {
+  AttendBatch* Start(AttendJob& job) {
     AttendJob* jobs[] = {&job};
-    return runtime_->StartBatch(jobs);
+    return &runtime_->StartBatch(jobs);
   }
-  absl::Status Finish(std::unique_ptr<AttendBatch> batch) {
-    const BatchOutcome outcome = runtime_->FinishBatch(std::move(batch));
+  absl::Status Finish(AttendBatch* batch) {
+    const BatchOutcome& outcome = runtime_->FinishBatch(*batch);
     EXPECT_EQ(outcome.jobs[0].state, State::kEnded);
     return outcome.jobs[0].status;
   }
@@ -44,10 +44,10 @@ TEST_F(RuntimePipelineTest, TwoLayersOfASessionAppendAtTheSameTime) {
   EXPECT_EQ(engine_->started.load(), 2);
   EXPECT_EQ(engine_->waited.load(), 0);
   EXPECT_EQ(LayerLength(id, 0), 0) << "committed while it ran";
-  EXPECT_TRUE(Finish(std::move(running)).ok());
+  EXPECT_TRUE(Finish(running).ok());
   EXPECT_EQ(LayerLength(id, 0), 70);
   EXPECT_EQ(LayerLength(id, 1), 0);
-  EXPECT_TRUE(Finish(std::move(next)).ok());
+  EXPECT_TRUE(Finish(next).ok());
   EXPECT_EQ(LayerLength(id, 1), 3);
 }
 
@@ -58,13 +58,13 @@ TEST_F(RuntimePipelineTest, ABatchIsFinishedWhenTheEngineSaysSo) {
   EXPECT_FALSE(runtime_->Finished(*batch));
   engine_->released = 1;
   EXPECT_TRUE(runtime_->Finished(*batch));
-  EXPECT_TRUE(Finish(std::move(batch)).ok());
+  EXPECT_TRUE(Finish(batch).ok());
   auto dead = Job(0, {4});
   dead->cancelled = true;
   batch = Start(*dead);
   EXPECT_FALSE(batch->launched());
   EXPECT_TRUE(runtime_->Finished(*batch)) << "nothing to wait for";
-  EXPECT_EQ(Finish(std::move(batch)).code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(Finish(batch).code(), absl::StatusCode::kCancelled);
 }
 
 TEST_F(RuntimePipelineTest, CancelAndDeadlineInTheSecondBatchRollBackWhenItEnds) {
@@ -82,9 +82,9 @@ TEST_F(RuntimePipelineTest, CancelAndDeadlineInTheSecondBatchRollBackWhenItEnds)
     auto next = Start(*second);
     if (cancel) second->cancelled = true;
     if (!cancel) now_us_ += 100;
-    EXPECT_TRUE(Finish(std::move(running)).ok());
+    EXPECT_TRUE(Finish(running).ok());
     EXPECT_GT(runtime_->Stats().kv_used_bytes, used) << "given back while it ran";
-    EXPECT_EQ(Finish(std::move(next)).code(),
+    EXPECT_EQ(Finish(next).code(),
               cancel ? absl::StatusCode::kCancelled : absl::StatusCode::kDeadlineExceeded);
     EXPECT_EQ(Length(a), 3);
     EXPECT_EQ(runtime_->Stats().kv_used_bytes, used);
@@ -108,8 +108,7 @@ class RuntimeFaultTest : public RuntimePipelineTest {
     break_engine();
     auto next = Start(*second);
 
-    const BatchOutcome ends[] = {runtime_->FinishBatch(std::move(running)),
-                                 runtime_->FinishBatch(std::move(next))};
+    const BatchOutcome ends[] = {runtime_->FinishBatch(*running), runtime_->FinishBatch(*next)};
     const bool failed[] = {first_fails, true};
     for (int i : {0, 1}) {
       const absl::Status& status = ends[i].jobs[0].status;
@@ -153,7 +152,7 @@ TEST_F(RuntimePipelineTest, SessionCallsAndExpiryGoOnBesideABatchOfAnotherSessio
   auto abandoned = SessionJob(1, other, 0, 300);
   abandoned->deadline_us = int64_t{1} << 60;
   AttendJob* jobs[] = {abandoned.get()};
-  ASSERT_EQ(runtime_->FinishBatch(std::move(running)).jobs[0].state, State::kEnded);
+  ASSERT_EQ(runtime_->FinishBatch(*running).jobs[0].state, State::kEnded);
   ASSERT_EQ(runtime_->RunBatch(jobs).jobs[0].state, State::kContinues);
   auto again = SessionJob(0, id, 110, 10);
   running = Start(*again);
@@ -162,7 +161,7 @@ TEST_F(RuntimePipelineTest, SessionCallsAndExpiryGoOnBesideABatchOfAnotherSessio
   again->deadline_us = now_us_ + 1;
   runtime_->ExpireSessions();
   EXPECT_EQ(runtime_->Stats().sessions_expired, 2);  // other, opened
-  EXPECT_TRUE(Finish(std::move(running)).ok());
+  EXPECT_TRUE(Finish(running).ok());
   EXPECT_EQ(Length(id), 120);
   EXPECT_TRUE(runtime_->CloseSession(id).ok());
   EXPECT_EQ(runtime_->Stats().kv_used_bytes, 0);
@@ -180,8 +179,8 @@ TEST_F(RuntimePipelineTest, ScratchOfARunningBatchIsNotGivenAway) {
   auto next = Start(*waiting);
   EXPECT_FALSE(next->launched());
   EXPECT_EQ(next->outcome.jobs[0].state, State::kUntouched);
-  EXPECT_EQ(runtime_->FinishBatch(std::move(next)).jobs[0].state, State::kUntouched);
-  EXPECT_TRUE(Finish(std::move(running)).ok());
+  EXPECT_EQ(runtime_->FinishBatch(*next).jobs[0].state, State::kUntouched);
+  EXPECT_TRUE(Finish(running).ok());
   EXPECT_TRUE(RunOne(*waiting).ok());
 }
 
@@ -193,10 +192,10 @@ TEST_F(RuntimePipelineTest, ABatchHasTheEngineFromTheEndOfTheOneBeforeIt) {
   now_us_ = 1010;
   auto next = Start(*second);
   now_us_ = 1100;
-  EXPECT_EQ(runtime_->FinishBatch(std::move(running)).compute_us, 100);
+  EXPECT_EQ(runtime_->FinishBatch(*running).compute_us, 100);
   EXPECT_EQ(first->first_batch_us, 1000);
   now_us_ = 1150;
-  EXPECT_EQ(runtime_->FinishBatch(std::move(next)).compute_us, 50);
+  EXPECT_EQ(runtime_->FinishBatch(*next).compute_us, 50);
   EXPECT_EQ(second->first_batch_us, 1100);
   // Seen late to end: the engine's own times count.
   engine_->times = {30, 40, 10};
@@ -204,7 +203,7 @@ TEST_F(RuntimePipelineTest, ABatchHasTheEngineFromTheEndOfTheOneBeforeIt) {
   now_us_ = 2000;
   running = Start(*third);
   now_us_ = 2020;
-  EXPECT_EQ(runtime_->FinishBatch(std::move(running)).compute_us, 80);
+  EXPECT_EQ(runtime_->FinishBatch(*running).compute_us, 80);
   EXPECT_EQ(third->first_batch_us, 1940);
 }
 
