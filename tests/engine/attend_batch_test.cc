@@ -117,19 +117,26 @@ TEST_F(AttendBatchTest, AResetBatchIsAsNewButForItsMemory) {
   batch.outcome.launched_late = 1;
   batch.outcome.stages.attend_us = 1;
   ASSERT_TRUE(batch.launched());
-  const int64_t* const blocks = batch.blocks.data();
-  const int64_t* const addresses = batch.plan.block_address.data();
-  const AttendItem* const items = batch.items.data();
+  const auto room = [&] {
+    return std::vector<size_t>{batch.jobs.capacity(),
+                               batch.resolved.capacity(),
+                               batch.sequences.capacity(),
+                               batch.members.capacity(),
+                               batch.items.capacity(),
+                               batch.blocks.capacity(),
+                               batch.outcome.jobs.capacity(),
+                               batch.plan.order.capacity(),
+                               batch.plan.row_begin.capacity(),
+                               batch.plan.new_key_begin.capacity(),
+                               batch.plan.block_begin.capacity(),
+                               batch.plan.block_address.capacity()};
+  };
+  const std::vector<size_t> before = room();
   batch.Reset();
   ExpectEqual(batch, AttendBatch());
   EXPECT_EQ(batch.outcome.started_us, 0);
   EXPECT_EQ(batch.launched_us, 0);
-  batch.blocks.resize(3);
-  batch.plan.block_address.resize(3);
-  batch.items.resize(2);
-  EXPECT_EQ(batch.blocks.data(), blocks);
-  EXPECT_EQ(batch.plan.block_address.data(), addresses);
-  EXPECT_EQ(batch.items.data(), items);
+  EXPECT_EQ(room(), before);
 }
 
 TEST_F(AttendBatchTest, ALaterBatchIsThatOfAFreshRuntime) {
