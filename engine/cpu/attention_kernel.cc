@@ -216,6 +216,17 @@ void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
   });
 }
 
+// For the highest tile on every worker, whoever will have it.
+void ReserveScratch(int workers, AttentionWorkspace& made) {
+  if (made.tiles.empty()) return;
+  const AttentionTile& highest = *std::max_element(
+      made.tiles.begin(), made.tiles.end(),
+      [](const AttentionTile& a, const AttentionTile& b) { return a.rows() < b.rows(); });
+  made.scratch.resize(static_cast<size_t>(workers));
+  for (ScratchMemory& scratch : made.scratch) scratch.Reserve(TileScratchBytes(highest));
+  made.state_memory.Reserve(made.state_floats * int64_t{sizeof(float)});
+}
+
 }  // namespace
 
 void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
@@ -224,12 +235,10 @@ void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
   CutIntoTiles(batch, UsesDot(isa, batch), pool.workers(), made.tiles);
   AppendKeys(isa, batch, pool, made);
   MakeTasks(pool.workers(), made);
-  float* states = nullptr;
-  if (made.state_floats > 0) {
-    states = reinterpret_cast<float*>(
-        ThreadScratch(ScratchUse::kStates, made.state_floats * int64_t{sizeof(float)}));
-  }
-  pool.ParallelFor(made.ends, [&](int64_t index, int) {
+  ReserveScratch(pool.workers(), made);
+  auto* states = reinterpret_cast<float*>(made.state_memory.data());
+  pool.ParallelFor(made.ends, [&](int64_t index, int worker) {
+    std::byte* scratch = made.scratch[worker].data();
     const TileTask& task = made.tasks[index];
     const AttentionTile& tile = made.tiles[task.tile];
     if (tile.brings_keys) {
@@ -238,14 +247,14 @@ void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
       });
     }
     if (task.segment < 0) {
-      functions.attend(tile);
+      functions.attend(tile, scratch);
     } else {
-      functions.attend_segment(tile, tile.first_segment() + task.segment,
+      functions.attend_segment(tile, scratch, tile.first_segment() + task.segment,
                                SoftmaxStateAt(tile, states + task.state));
     }
   });
-  pool.ParallelFor(made.split_tiles, [&](int64_t index, int) {
-    functions.finish(made.tiles[index], states + made.states[index]);
+  pool.ParallelFor(made.split_tiles, [&](int64_t index, int worker) {
+    functions.finish(made.tiles[index], made.scratch[worker].data(), states + made.states[index]);
   });
 }
 

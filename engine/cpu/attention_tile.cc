@@ -12,8 +12,6 @@
 #include "engine/cpu/attention_tile.h"
 
 #include <algorithm>
-#include <memory>
-#include <new>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "engine/cpu/attention_tile.cc"
@@ -304,8 +302,8 @@ void FinishTile(const TileRun& run, SoftmaxState state) {
 
 }  // namespace
 
-void AttendTile(const AttentionTile& tile) {
-  const TileRun run = StartTile(tile);
+void AttendTile(const AttentionTile& tile, std::byte* scratch) {
+  const TileRun run = StartTile(tile, scratch);
   LoadQueries(run);
   // Merging a segment into an empty state changes no bit, so the first one is computed in place;
   // with no visible key this leaves the empty state.
@@ -317,14 +315,15 @@ void AttendTile(const AttentionTile& tile) {
   FinishTile(run, run.total);
 }
 
-void AttendTileSegment(const AttentionTile& tile, int64_t segment, SoftmaxState state) {
-  const TileRun run = StartTile(tile);
+void AttendTileSegment(const AttentionTile& tile, std::byte* scratch, int64_t segment,
+                       SoftmaxState state) {
+  const TileRun run = StartTile(tile, scratch);
   LoadQueries(run);
   AttendSegmentInto(run, segment, state);
 }
 
-void FinishSplitTile(const AttentionTile& tile, float* states) {
-  const TileRun run = StartTile(tile);
+void FinishSplitTile(const AttentionTile& tile, std::byte* scratch, float* states) {
+  const TileRun run = StartTile(tile, scratch);
   const SoftmaxState total = SoftmaxStateAt(tile, states);
   for (int64_t i = 1; i < tile.segments(); ++i) {
     Merge(run, total, SoftmaxStateAt(tile, states + i * SoftmaxStateFloats(tile)));
@@ -346,25 +345,6 @@ const TileFunctions& TileFunctionsFor(CpuIsa isa) {
   static constexpr TileFunctions kAvx512{N_AVX3::AttendTile, N_AVX3::AttendTileSegment,
                                          N_AVX3::FinishSplitTile};
   return isa == CpuIsa::kAvx512 ? kAvx512 : kAvx2;
-}
-
-std::byte* ThreadScratch(ScratchUse use, int64_t bytes) {
-  constexpr std::align_val_t kAlign{64};
-  struct Free {
-    void operator()(std::byte* memory) const { ::operator delete(memory, kAlign); }
-  };
-  struct Buffer {
-    std::unique_ptr<std::byte, Free> memory;
-    int64_t bytes = 0;
-  };
-  thread_local Buffer buffers[2];
-  Buffer& buffer = buffers[static_cast<int>(use)];
-  if (buffer.bytes < bytes) {
-    buffer.memory.reset();
-    buffer.memory.reset(static_cast<std::byte*>(::operator new(bytes, kAlign)));
-    buffer.bytes = bytes;
-  }
-  return buffer.memory.get();
 }
 
 }  // namespace attend

@@ -8,6 +8,7 @@
 // group_size.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -66,21 +67,41 @@ inline SoftmaxState SoftmaxStateAt(const AttentionTile& tile, float* memory) {
   return {statistics, statistics + rows, memory};
 }
 
+// The parts of the memory that work on a tile needs (TileRun in tile_rows-inl.h), in floats: enough
+// for every instruction set, so that a batch's most can be known before it is dealt out.
+inline constexpr int64_t kMostLanes = 16;
+inline constexpr int64_t kMostStripRows = 6;
+inline std::array<int64_t, 9> TileScratchFloats(const AttentionTile& tile) {
+  const int64_t values = PaddedWidth(tile.spec->v_head_dim) * kBlockTokens;
+  const int64_t state = SoftmaxStateFloats(tile);
+  return {tile.rows() * PaddedWidth(tile.spec->head_dim),
+          PaddedWidth(tile.query_rows * int64_t{sizeof(KeyRange) / sizeof(float)}),
+          tile.rows() * kMostLanes,
+          2 * kMostStripRows * kBlockTokens,
+          (tile.spec->head_dim + 1) * int64_t{kBlockTokens},
+          values,
+          values,
+          state,
+          state};
+}
+inline int64_t TileScratchBytes(const AttentionTile& tile) {
+  int64_t floats = 0;
+  for (int64_t part : TileScratchFloats(tile)) floats += part;
+  return floats * int64_t{sizeof(float)};
+}
+
+// `scratch`: TileScratchBytes of this thread's, 64-byte aligned.
 struct TileFunctions {
   // The whole tile: all segments in ascending order, output and weights.
-  void (*attend)(const AttentionTile& tile);
+  void (*attend)(const AttentionTile& tile, std::byte* scratch);
   // One segment from a fresh state.
-  void (*attend_segment)(const AttentionTile& tile, int64_t segment, SoftmaxState state);
+  void (*attend_segment)(const AttentionTile& tile, std::byte* scratch, int64_t segment,
+                         SoftmaxState state);
   // The rest of a tile whose segments were computed apart: merges the `segments()` states that lie
   // SoftmaxStateFloats apart, in ascending order, into the first one, then output and weights.
-  void (*finish)(const AttentionTile& tile, float* states);
+  void (*finish)(const AttentionTile& tile, std::byte* scratch, float* states);
 };
 
 const TileFunctions& TileFunctionsFor(CpuIsa isa);
-
-// This thread's scratch memory, 64-byte aligned, kept until the thread ends. Asking again for the
-// same purpose may move it.
-enum class ScratchUse : uint8_t { kTile, kStates };
-std::byte* ThreadScratch(ScratchUse use, int64_t bytes);
 
 }  // namespace attend

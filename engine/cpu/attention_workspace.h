@@ -5,7 +5,10 @@
 // needed: a tile or a task for every few rows of a head, less than their queries take.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <new>
 #include <vector>
 
 #include "engine/cpu/attention_tile.h"
@@ -26,6 +29,28 @@ struct TileTask {
   int64_t state;    // float offset in the split tiles' memory
 };
 
+// 64-byte aligned memory that grows as it is asked for. What it held is gone then.
+class ScratchMemory {
+ public:
+  std::byte* Reserve(int64_t bytes) {
+    if (bytes_ < bytes) {
+      memory_.reset();
+      memory_.reset(static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), kAlign)));
+      bytes_ = bytes;
+    }
+    return memory_.get();
+  }
+  std::byte* data() const { return memory_.get(); }
+
+ private:
+  static constexpr std::align_val_t kAlign{64};
+  struct Free {
+    void operator()(std::byte* memory) const { ::operator delete(memory, kAlign); }
+  };
+  std::unique_ptr<std::byte, Free> memory_;
+  int64_t bytes_ = 0;
+};
+
 struct AttentionWorkspace {
   std::vector<AttentionTile> tiles;
 
@@ -42,6 +67,9 @@ struct AttentionWorkspace {
   int64_t split_tiles = 0;
   std::vector<int64_t> states;  // [split tiles] offset of the first state
   int64_t state_floats = 0;
+
+  std::vector<ScratchMemory> scratch;  // [workers] for one tile
+  ScratchMemory state_memory;
 };
 
 }  // namespace attend

@@ -82,7 +82,7 @@ void FindVisible(TileRun& run) {
   }
 }
 
-TileRun StartTile(const AttentionTile& tile) {
+TileRun StartTile(const AttentionTile& tile, std::byte* scratch) {
   const AttentionSpec& spec = *tile.spec;
   const DType dtype = tile.layout.geometry.dtype;
   Units units = tile.dot ? Units::kDot : Units::kFloats;
@@ -101,23 +101,13 @@ TileRun StartTile(const AttentionTile& tile) {
               .direct = dtype == DType::kF32 || (HoldsPairs(units) && dtype == DType::kBF16),
               .plain = spec.softcap == 0 && spec.alibi_slopes.empty() &&
                        tile.item->bias.data == nullptr && dtype != DType::kI8};
-  const int64_t sizes[] = {run.rows * run.q_stride,
-                           tile.query_rows * int64_t{sizeof(KeyRange)} / kFloatBytes,
-                           run.rows * kLanes,
-                           int64_t{2} * kStripRows * kBlockTokens,
-                           (run.depth + 1) * kBlockTokens,
-                           kBlockTokens * run.o_stride,
-                           kBlockTokens * run.o_stride,
-                           SoftmaxStateFloats(tile),
-                           SoftmaxStateFloats(tile)};
-  int64_t floats = 0;
-  for (int64_t size : sizes) floats += PaddedWidth(size);
-  std::byte* memory = ThreadScratch(ScratchUse::kTile, floats * kFloatBytes);
-  const int64_t* size = sizes;
+  static_assert(kLanes <= kMostLanes && kStripRows <= kMostStripRows);
+  const auto sizes = TileScratchFloats(tile);
+  const int64_t* size = sizes.data();
   const auto take = [&] {
-    std::byte* piece = memory;
-    memory += PaddedWidth(*size++) * kFloatBytes;
-    return reinterpret_cast<float*>(piece);
+    auto* part = reinterpret_cast<float*>(scratch);
+    scratch += *size++ * kFloatBytes;
+    return part;
   };
   run.q = take();
   run.visible = reinterpret_cast<KeyRange*>(take());
