@@ -41,10 +41,10 @@ bool SpinUntil(const Done& done) {
 }
 
 // The cores that a thread may use; none where the system does not tell.
-RecycledVector<int> AllowedCores(pthread_t thread) {
+std::vector<int> AllowedCores(pthread_t thread) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  RecycledVector<int> cores;
+  std::vector<int> cores;
   if (pthread_getaffinity_np(thread, sizeof(set), &set) != 0) return cores;
   for (int core = 0; core < CPU_SETSIZE; ++core) {
     if (CPU_ISSET(core, &set)) cores.push_back(core);

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
-#include "engine/util/recycled.h"
 
 namespace attend {
 
@@ -74,9 +73,9 @@ class WorkerPool {
   int ranges_used_ = 0;
   const Work* work_ = nullptr;
 
-  RecycledVector<int> cores_;    // allowed when the pool was made
-  RecycledVector<int> core_of_;  // [workers] caller's thread; empty: the system places the workers
-  bool placed_ = false;          // caller's thread: each worker is held to its core
+  std::vector<int> cores_;    // allowed when the pool was made
+  std::vector<int> core_of_;  // [workers] caller's thread; empty: the system places the workers
+  bool placed_ = false;       // caller's thread: each worker is held to its core
 
   std::atomic<int> sleepers_{0};
   std::atomic<bool> caller_sleeps_{false};
