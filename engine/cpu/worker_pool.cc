@@ -41,22 +41,15 @@ bool SpinUntil(const Done& done) {
 }
 
 // The cores that a thread may use; none where the system does not tell.
-std::vector<int> AllowedCores(pthread_t thread) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  std::vector<int> cores;
-  if (pthread_getaffinity_np(thread, sizeof(set), &set) != 0) return cores;
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (CPU_ISSET(core, &set)) cores.push_back(core);
-  }
+cpu_set_t AllowedCores(pthread_t thread) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (pthread_getaffinity_np(thread, sizeof(cores), &cores) != 0) CPU_ZERO(&cores);
   return cores;
 }
 
-void Allow(pthread_t thread, std::span<const int> cores) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  for (int core : cores) CPU_SET(core, &set);
-  pthread_setaffinity_np(thread, sizeof(set), &set);  // advice: where it fails, all still works
+void Allow(pthread_t thread, const cpu_set_t& cores) {
+  pthread_setaffinity_np(thread, sizeof(cores), &cores);  // where it fails, all still works
 }
 
 }  // namespace
@@ -65,7 +58,10 @@ WorkerPool::WorkerPool(int workers)
     : workers_(workers < 1 ? 1 : workers), ranges_(static_cast<size_t>(workers_)) {
   if (workers_ > 1) {
     cores_ = AllowedCores(pthread_self());
-    if (cores_.size() == static_cast<size_t>(workers_)) core_of_ = cores_;
+    const bool one_each = CPU_COUNT(&cores_) == workers_;
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+      if (one_each && CPU_ISSET(core, &cores_)) core_of_.push_back(core);
+    }
   }
   threads_.reserve(workers_ - 1);
   for (int worker = 1; worker < workers_; ++worker) {
@@ -125,13 +121,19 @@ void WorkerPool::ParallelFor(std::span<const int64_t> ends, Work work) {
 void WorkerPool::SpreadWorkers() {
   const auto taken = std::find(core_of_.begin(), core_of_.end(), sched_getcpu());
   // Once somebody has moved the caller, threads are theirs to place, but for those held here.
-  const bool moved = taken == core_of_.end() || AllowedCores(pthread_self()) != cores_;
+  const cpu_set_t allowed = AllowedCores(pthread_self());
+  const bool moved = taken == core_of_.end() || !CPU_EQUAL(&allowed, &cores_);
   if (!moved) std::swap(core_of_[0], *taken);
   for (int worker = 1; worker < workers_; ++worker) {
     const pthread_t thread = threads_[worker - 1].native_handle();
-    const std::span<const int> own(&core_of_[worker], 1);
-    if (moved && placed_ && std::ranges::equal(AllowedCores(thread), own)) Allow(thread, cores_);
-    if (!moved && (!placed_ || own[0] == *taken)) Allow(thread, own);
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(core_of_[worker], &own);
+    if (moved && placed_) {
+      const cpu_set_t held = AllowedCores(thread);
+      if (CPU_EQUAL(&held, &own)) Allow(thread, cores_);
+    }
+    if (!moved && (!placed_ || core_of_[worker] == *taken)) Allow(thread, own);
   }
   placed_ = true;
   if (moved) core_of_.clear();

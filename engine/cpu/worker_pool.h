@@ -6,6 +6,8 @@
 // them are on the same core.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -73,7 +75,7 @@ class WorkerPool {
   int ranges_used_ = 0;
   const Work* work_ = nullptr;
 
-  std::vector<int> cores_;    // allowed when the pool was made
+  cpu_set_t cores_{};         // allowed when the pool was made
   std::vector<int> core_of_;  // [workers] caller's thread; empty: the system places the workers
   bool placed_ = false;       // caller's thread: each worker is held to its core
 

@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/count_allocations.h"
+
 namespace attend {
 namespace {
 
@@ -168,6 +170,29 @@ TEST(WorkerPoolTest, WithAWorkerForEveryCoreEachHasItsOwnOtherThanTheCallersWas)
     EXPECT_EQ(static_cast<int>(taken.size()), workers == cores ? cores - 1 : cores);
     EXPECT_EQ(taken.contains(core), workers != cores);
   }
+}
+
+TEST(WorkerPoolTest, RoundsAllocateNothingAlsoWhenTheCallerMoves) {
+  cpu_set_t allowed;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(allowed), &allowed), 0);
+  WorkerPool pool(CPU_COUNT(&allowed));
+  std::atomic<int64_t> sum{0};
+  int64_t a = 1, b = 2, c = 3;  // more than fits into an object of two pointers
+  const auto run = [&] {
+    pool.ParallelFor(100, [&, a, b, c](int64_t task, int) { sum += task + a + b + c; });
+  };
+  run();
+  const Allocations before = AllocationsSoFar();
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &allowed)) continue;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(core, &one);
+    ASSERT_EQ(sched_setaffinity(0, sizeof(one), &one), 0);
+    ASSERT_EQ(sched_setaffinity(0, sizeof(allowed), &allowed), 0);  // it is there now
+    for (int round = 0; round < 3; ++round) run();
+  }
+  EXPECT_EQ((AllocationsSoFar() - before).count, 0);
 }
 
 TEST(WorkerPoolTest, ProgressAdvancesWithFinishedTasks) {
