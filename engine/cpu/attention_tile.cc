@@ -12,6 +12,9 @@
 #include "engine/cpu/attention_tile.h"
 
 #include <algorithm>
+#include <span>
+
+#include "absl/container/inlined_vector.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "engine/cpu/attention_tile.cc"
@@ -142,12 +145,14 @@ void AddValues(const TileRun& run, BlockView& block, const Strip& strip, Softmax
   }
 }
 
+using Runs = std::span<const TileRun>;
+
 // All rows against one block, in strips of nearly equal height. The values of a strip are added
 // after the next strip's scores were weighed: the processor then overlaps the exponentials, which
 // wait for one another, with products that do not depend on them.
 template <Units kUnits>
-void AttendBlock(const TileRun& run, int64_t index, SoftmaxState state) {
-  BlockView block = ReadBlock(run, index, true);
+void AttendBlock(const TileRun& run, int64_t index, HeadBlock next, SoftmaxState state) {
+  BlockView block = ReadBlock(run, index, true, next);
   const int64_t strips = (run.rows + kStripRows - 1) / kStripRows;
   Strip buffers[2];
   for (int64_t i = 0; i <= strips; ++i) {
@@ -164,19 +169,33 @@ void AttendBlock(const TileRun& run, int64_t index, SoftmaxState state) {
   }
 }
 
-void AttendSegmentInto(const TileRun& run, int64_t segment, SoftmaxState state) {
-  std::fill_n(state.max, run.rows, -kInfinity);
-  std::fill_n(state.o, run.rows * run.o_stride, 0.0f);
-  std::fill_n(run.lane_sums, run.rows * kLanes, 0.0f);
-  const KeyRange& keys = run.tile.keys;
+// Tiles of one segment, block after block in turn.
+void AttendSegmentInto(Runs runs, int64_t segment, SoftmaxState TileRun::*into) {
+  for (const TileRun& run : runs) {
+    const SoftmaxState state = run.*into;
+    std::fill_n(state.max, run.rows, -kInfinity);
+    std::fill_n(state.o, run.rows * run.o_stride, 0.0f);
+    std::fill_n(run.lane_sums, run.rows * kLanes, 0.0f);
+  }
+  const TileRun& first = runs.front();
+  const KeyRange& keys = first.tile.keys;
   const int64_t begin = std::max(segment * kSegmentKeys, keys.begin);
   const int64_t end = std::min((segment + 1) * kSegmentKeys, keys.end);
-  for (int64_t block = begin / kBlockTokens; block * kBlockTokens < end; ++block) {
-    WithUnits(run.units,
-              [&](auto units) { AttendBlock<decltype(units)::value>(run, block, state); });
-  }
-  for (int64_t r = 0; r < run.rows; ++r) {
-    state.sum[r] = hn::GetLane(hn::SumOfLanes(D(), hn::LoadU(D(), run.lane_sums + r * kLanes)));
+  WithUnits(first.units, [&](auto units) {
+    for (int64_t block = begin / kBlockTokens; block * kBlockTokens < end; ++block) {
+      for (const TileRun& run : runs) {
+        const bool last = &run == &runs.back();
+        const HeadBlock next = last ? HeadBlock{block + 1, first.tile.kv_head}
+                                    : HeadBlock{block, run.tile.kv_head + 1};
+        AttendBlock<decltype(units)::value>(run, block, next, run.*into);
+      }
+    }
+  });
+  for (const TileRun& run : runs) {
+    for (int64_t r = 0; r < run.rows; ++r) {
+      (run.*into).sum[r] =
+          hn::GetLane(hn::SumOfLanes(D(), hn::LoadU(D(), run.lane_sums + r * kLanes)));
+    }
   }
 }
 
@@ -272,7 +291,7 @@ void WriteWeights(const TileRun& run, SoftmaxState state) {
   if (keys.begin >= keys.end) return;
   LoadQueries(run);
   for (int64_t index = keys.begin / kBlockTokens; index * kBlockTokens < keys.end; ++index) {
-    const BlockView block = ReadBlock(run, index, false);
+    const BlockView block = ReadBlock(run, index, false, {index + 1, run.tile.kv_head});
     for (int64_t row = 0; row < run.rows; ++row) {
       const Slots seen = VisibleSlots(run, row / run.group, block.first_key);
       if (seen.begin == seen.end || !AsksWeights(run, row)) continue;
@@ -302,24 +321,30 @@ void FinishTile(const TileRun& run, SoftmaxState state) {
 
 }  // namespace
 
-void AttendTile(const AttentionTile& tile, std::byte* scratch) {
-  const TileRun run = StartTile(tile, scratch);
-  LoadQueries(run);
+void AttendTiles(std::span<const AttentionTile> tiles, std::byte* scratch) {
+  absl::InlinedVector<TileRun, kMostHeadsInTurn> runs;
+  for (const AttentionTile& tile : tiles) {
+    runs.push_back(StartTile(tile, scratch));
+    scratch += TileScratchBytes(tile);
+    LoadQueries(runs.back());
+  }
+  const AttentionTile& tile = tiles.front();
   // Merging a segment into an empty state changes no bit, so the first one is computed in place;
   // with no visible key this leaves the empty state.
-  AttendSegmentInto(run, tile.first_segment(), run.total);
+  AttendSegmentInto(runs, tile.first_segment(), &TileRun::total);
   for (int64_t i = 1; i < tile.segments(); ++i) {
-    AttendSegmentInto(run, tile.first_segment() + i, run.part);
-    Merge(run, run.total, run.part);
+    AttendSegmentInto(runs, tile.first_segment() + i, &TileRun::part);
+    for (const TileRun& run : runs) Merge(run, run.total, run.part);
   }
-  FinishTile(run, run.total);
+  for (const TileRun& run : runs) FinishTile(run, run.total);
 }
 
 void AttendTileSegment(const AttentionTile& tile, std::byte* scratch, int64_t segment,
                        SoftmaxState state) {
-  const TileRun run = StartTile(tile, scratch);
+  TileRun run = StartTile(tile, scratch);
   LoadQueries(run);
-  AttendSegmentInto(run, segment, state);
+  run.part = state;
+  AttendSegmentInto({&run, 1}, segment, &TileRun::part);
 }
 
 void FinishSplitTile(const AttentionTile& tile, std::byte* scratch, float* states) {
@@ -340,9 +365,9 @@ HWY_AFTER_NAMESPACE();
 namespace attend {
 
 const TileFunctions& TileFunctionsFor(CpuIsa isa) {
-  static constexpr TileFunctions kAvx2{N_AVX2::AttendTile, N_AVX2::AttendTileSegment,
+  static constexpr TileFunctions kAvx2{N_AVX2::AttendTiles, N_AVX2::AttendTileSegment,
                                        N_AVX2::FinishSplitTile};
-  static constexpr TileFunctions kAvx512{N_AVX3::AttendTile, N_AVX3::AttendTileSegment,
+  static constexpr TileFunctions kAvx512{N_AVX3::AttendTiles, N_AVX3::AttendTileSegment,
                                          N_AVX3::FinishSplitTile};
   return isa == CpuIsa::kAvx512 ? kAvx512 : kAvx2;
 }

@@ -11,6 +11,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "engine/attention_plan.h"
 #include "engine/cpu/attention_kernel.h"
@@ -90,10 +91,14 @@ inline int64_t TileScratchBytes(const AttentionTile& tile) {
   return floats * int64_t{sizeof(float)};
 }
 
-// `scratch`: TileScratchBytes of this thread's, 64-byte aligned.
+// Most tiles that are attended together.
+inline constexpr int kMostHeadsInTurn = 8;
+
+// `scratch`: TileScratchBytes of this thread's for every tile, 64-byte aligned.
 struct TileFunctions {
-  // The whole tile: all segments in ascending order, output and weights.
-  void (*attend)(const AttentionTile& tile, std::byte* scratch);
+  // Whole tiles, alike but for their key heads, which follow each other: all segments in ascending
+  // order, output and weights. Memory of the next tile's work lies behind that of one.
+  void (*attend)(std::span<const AttentionTile> tiles, std::byte* scratch);
   // One segment from a fresh state.
   void (*attend_segment)(const AttentionTile& tile, std::byte* scratch, int64_t segment,
                          SoftmaxState state);

@@ -22,9 +22,10 @@ struct AppendTask {
   int64_t keys;
 };
 
-// A whole tile (segment -1), or one segment of a split one.
+// Whole tiles (segment -1), or one segment of a split one.
 struct TileTask {
-  int64_t tile;
+  int64_t tile;     // the first
+  int64_t tiles;    // how many that are attended in turn
   int64_t segment;  // index from the tile's first one
   int64_t state;    // float offset in the split tiles' memory
 };

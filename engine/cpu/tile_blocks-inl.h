@@ -150,8 +150,15 @@ void WidenValues(const TileRun& run, const std::byte* from, const std::byte* nex
   view.value_stride = run.o_stride;
 }
 
-// Keys, and values where asked, of block `index` of the item.
-BlockView ReadBlock(const TileRun& run, int64_t index, bool with_values) {
+// A head's part of a block of the item.
+struct HeadBlock {
+  int64_t index;
+  int kv_head;
+};
+
+// Keys, and values where asked, of block `index` for the tile's head. Fetches, or says what to
+// fetch of, `next`, which is read after it; none when its index is beyond the keys.
+BlockView ReadBlock(const TileRun& run, int64_t index, bool with_values, HeadBlock next) {
   const AttentionTile& tile = run.tile;
   const KvBlockLayout& layout = tile.layout;
   const int64_t first_key = index * kBlockTokens;
@@ -163,10 +170,10 @@ BlockView ReadBlock(const TileRun& run, int64_t index, bool with_values) {
   const std::byte* values = block + layout.ValueOffset(tile.kv_head);
   const std::byte* next_keys = nullptr;
   const std::byte* next_values = nullptr;
-  if (first_key + kBlockTokens < tile.keys.end) {
-    const std::byte* next = tile.kv_memory + tile.blocks[index + 1];
-    next_keys = next + layout.KeyOffset(tile.kv_head);
-    next_values = next + layout.ValueOffset(tile.kv_head);
+  if (next.index * kBlockTokens < tile.keys.end) {
+    const std::byte* next_block = tile.kv_memory + tile.blocks[next.index];
+    next_keys = next_block + layout.KeyOffset(next.kv_head);
+    next_values = next_block + layout.ValueOffset(next.kv_head);
   }
   if (layout.geometry.dtype == DType::kI8) {
     view.key_scales = reinterpret_cast<const float*>(block + layout.KeyScaleOffset(tile.kv_head));
