@@ -88,7 +88,7 @@ void WeighStrip(const TileRun& run, const BlockView& block, Strip& strip, Softma
               .b = block.keys + first * kLanes,
               .b_stride = block.key_stride,
               .steps = run.depth,
-              .next = strip.row == 0 ? block.after_keys : std::span<const std::byte>()},
+              .next = strip.row == 0 ? block.fetch_during_keys : std::span<const std::byte>()},
       nullptr, strip.weights + first * kLanes, kBlockTokens);
   StripStatistics& s = strip.statistics;
   if (strip.whole) {
@@ -130,7 +130,7 @@ void AddValues(const TileRun& run, BlockView& block, const Strip& strip, Softmax
                   .next = {}};
   float* o = state.o + strip.row * run.o_stride;
   if (!strip.hides || ValuesAreFinite(run, block)) {
-    if (strip.row == 0) factors.next = block.after_values;
+    if (strip.row == 0) factors.next = block.fetch_during_values;
     ProductStrip<kUnits, true>(strip.count, vectors, factors, strip.statistics.factor, o,
                                run.o_stride);
     return;

@@ -57,7 +57,7 @@ struct KvBlockLayout {
 
  private:
   // Keys are read first. But a vector load that starts in a row of values may run over its end:
-  // it stays within the head when keys follow.
+  // it stays within the head when keys follow, which take at least a vector (16 tokens).
   bool values_first() const { return geometry.v_head_dim % kWidestVector != 0; }
 
   static constexpr int kWidestVector = 16;  // elements

@@ -73,15 +73,15 @@ v1::AttendRequest RequestOf(int64_t rows) {
   return request;
 }
 
-// Protobuf's parser makes a tensor anew, and the list of its dimensions, which grows once. gRPC
+// Protobuf's parser makes a tensor anew, and the list of its dimensions, which may grow once. gRPC
 // counts the users of the answer's two slices.
 constexpr int64_t kNotOurs = 3 + 2;
 
 TEST_F(AllocationsTest, AWarmRequestTakesNothing) {
   const Allocations small = Warm(RequestOf(4), 4);
-  EXPECT_EQ(small.count, kNotOurs);
+  EXPECT_LE(small.count, kNotOurs);
   EXPECT_LE(small.bytes, 512);
-  EXPECT_EQ(Warm(RequestOf(20000), 20000).count, kNotOurs);
+  EXPECT_LE(Warm(RequestOf(20000), 20000).count, kNotOurs);
 }
 
 TEST_F(AllocationsTest, NorDoManySequencesInSessionsAndLongNames) {
@@ -91,7 +91,7 @@ TEST_F(AllocationsTest, NorDoManySequencesInSessionsAndLongNames) {
   for (int i = 0; i < 64; ++i) {
     *request.add_sequences() = InSession(1, std::string(60, 's') + std::to_string(i), 7);
   }
-  EXPECT_EQ(Warm(request, 64).count, kNotOurs);
+  EXPECT_LE(Warm(request, 64).count, kNotOurs);
 }
 
 TEST_F(AllocationsTest, AQueueTakesNothingForTasksLikeThoseBefore) {
