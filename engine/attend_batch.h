@@ -74,9 +74,9 @@ struct BatchShare {
   }
 };
 
-// Every list is as long as some batch needed it at once: items and members have a token each, of
-// which a batch has batch_tokens at most, a block's address takes 8 bytes, and what is kept of a
-// job's sequence is far less than the job. So it is no harm that their memory stays.
+// Every list is as long as some batch needed it at once: items have a token each, of which a batch
+// has batch_tokens at most; jobs and their sequences are as many as the queue lets in, and take far
+// more there; a block's address takes 8 bytes. So it is no harm that their memory stays.
 struct AttendBatch {
   bool in_flight = false;             // between StartBatch and the end of FinishBatch
   std::vector<AttendJob*> jobs;       // as offered; not given again before the batch has ended
@@ -103,14 +103,14 @@ struct AttendBatch {
   // As new, but for the memory of its lists.
   void Reset() {
     AttendBatch kept = std::exchange(*this, AttendBatch());
-    jobs = Emptied(kept.jobs);
-    resolved = Emptied(kept.resolved);
-    sequences = Emptied(kept.sequences);
-    members = Emptied(kept.members);
+    jobs = Emptied(std::move(kept.jobs));
+    resolved = Emptied(std::move(kept.resolved));
+    sequences = Emptied(std::move(kept.sequences));
+    members = Emptied(std::move(kept.members));
     plan = Emptied(std::move(kept.plan));
-    items = Emptied(kept.items);
-    blocks = Emptied(kept.blocks);
-    outcome.jobs = Emptied(kept.outcome.jobs);
+    items = Emptied(std::move(kept.items));
+    blocks = Emptied(std::move(kept.blocks));
+    outcome.jobs = Emptied(std::move(kept.outcome.jobs));
   }
 };
 

@@ -42,11 +42,11 @@ int Kind(const AttendItem& item) {
 }  // namespace
 
 BatchPlan Emptied(BatchPlan plan) {
-  return {.order = Emptied(plan.order),
-          .row_begin = Emptied(plan.row_begin),
-          .new_key_begin = Emptied(plan.new_key_begin),
-          .block_begin = Emptied(plan.block_begin),
-          .block_address = Emptied(plan.block_address)};
+  return {.order = Emptied(std::move(plan.order)),
+          .row_begin = Emptied(std::move(plan.row_begin)),
+          .new_key_begin = Emptied(std::move(plan.new_key_begin)),
+          .block_begin = Emptied(std::move(plan.block_begin)),
+          .block_address = Emptied(std::move(plan.block_address))};
 }
 
 absl::StatusOr<BatchPlan> BuildPlan(int layer, const AttentionSpec& spec, DType kv_dtype,

@@ -40,15 +40,16 @@ absl::StatusOr<std::optional<int64_t>> AnnouncedBytes(const Call& call, int64_t 
 
 struct AttendCall;
 
-// An item from its submission to its answer. It keeps its call.
-struct Running {
+// An item from its submission to its answer. It keeps its call, which keeps it: End, which always
+// comes, parts them.
+struct RunningItem {
   std::shared_ptr<Call> call;
   AttendCall* kept;
   int64_t item;
   ConvertedAttend converted = {};
   Admission::Slot slot = {};
 };
-using RunningItems = std::list<Running, RecyclingAllocator<Running>>;
+using RunningItems = std::list<RunningItem, RecyclingAllocator<RunningItem>>;
 
 // What the service keeps with a call from its headers on; freed with the call.
 struct AttendCall {
@@ -89,7 +90,7 @@ class AttendMethod : public Method {
     auto& kept = *static_cast<AttendCall*>(call->attachment().get());
     thread_local ReceivedAttend received;  // keeps its memory
     const absl::Cleanup clear = [] { received.Clear(); };
-    Running begun{.call = std::move(call), .kept = &kept, .item = item};
+    RunningItem begun{.call = std::move(call), .kept = &kept, .item = item};
     int model = kModelNone;
     if (absl::Status status = Accept(message, received, begun, &model); !status.ok()) {
       parts_.metrics->Rejected(ReasonOf(status));
@@ -101,7 +102,7 @@ class AttendMethod : public Method {
     job->arrival_us = arrival_us;
     job->deadline_us = Deadline(*begun.call, begun.converted, arrival_us);
     RunningItems added;
-    Running* running = &added.emplace_back(std::move(begun));
+    RunningItem* running = &added.emplace_back(std::move(begun));
     {
       std::lock_guard<std::mutex> lock(kept.mutex);
       kept.running.splice(kept.running.end(), added);
@@ -114,13 +115,13 @@ class AttendMethod : public Method {
   void OnCancelled(Call& call) override {
     auto& kept = *static_cast<AttendCall*>(call.attachment().get());
     std::lock_guard<std::mutex> lock(kept.mutex);
-    for (Running& running : kept.running) running.converted.job->cancelled.store(true);
+    for (RunningItem& running : kept.running) running.converted.job->cancelled.store(true);
     if (!kept.running.empty()) parts_.batcher->Wake();
   }
 
  private:
   // Size, queue and draining rules, then the contract's (convert). `model` is a refusal's label.
-  absl::Status Accept(const grpc::ByteBuffer& message, ReceivedAttend& received, Running& begun,
+  absl::Status Accept(const grpc::ByteBuffer& message, ReceivedAttend& received, RunningItem& begun,
                       int* model) {
     AttendCall& kept = *begun.kept;
     // Decoding copies no tensor; it comes first so that a refused item can be told by its id.
@@ -145,13 +146,13 @@ class AttendMethod : public Method {
     return absl::OkStatus();
   }
 
-  void End(Running& running, const absl::Status& status) {
+  void End(RunningItem& running, const absl::Status& status) {
     RunningItems ended;
     {
       RunningItems& all = running.kept->running;
       std::lock_guard<std::mutex> lock(running.kept->mutex);
       ended.splice(ended.end(), all,
-                   std::ranges::find(all, &running, [](const Running& each) { return &each; }));
+                   std::ranges::find(all, &running, [](const RunningItem& each) { return &each; }));
     }
     running.slot.Release();
     Answer(*running.call, running.item, running.converted, status);
@@ -210,6 +211,7 @@ class AttendMethod : public Method {
     ToResponse(context_, converted, now_us, response);
     call.Answer(item, EncodeAttendResponse(response, OutputOf(converted)), absl::StatusCode::kOk,
                 model);
+    if (job.weights.full) response = {};  // but not that of weights
   }
 
   // Stream items carry their error inside a response that names the request.

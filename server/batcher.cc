@@ -215,7 +215,7 @@ void Batcher::RunControl(TaskId id) {
 bool Batcher::StartJobs(RecycledVector<TaskId> started) {
   RecycledVector<AttendJob*> jobs;
   for (TaskId id : started) jobs.push_back(Find(id)->job.get());
-  Running running{&runtime_.StartBatch(jobs), std::move(started)};
+  RunningBatch running{&runtime_.StartBatch(jobs), std::move(started)};
   const RecycledVector<TaskId>& ids = running.ids;
 
   // What did not fit is offered again, before younger tasks. But when nothing ran and nothing runs,
@@ -245,7 +245,7 @@ bool Batcher::StartJobs(RecycledVector<TaskId> started) {
   return some_ended || in_flight_.empty();
 }
 
-void Batcher::Finish(Running running) {
+void Batcher::Finish(RunningBatch running) {
   const BatchOutcome& outcome = runtime_.FinishBatch(*running.batch);
   if (!outcome.engine.ok()) engine_failed_.store(true);
   if (outcome.tokens > 0) {
@@ -321,7 +321,7 @@ void Batcher::FinishOldest(uint64_t seen) {
       std::this_thread::yield();
     }
   }
-  Running oldest = std::move(in_flight_.front());
+  RunningBatch oldest = std::move(in_flight_.front());
   in_flight_.erase(in_flight_.begin());
   Finish(std::move(oldest));
 }

@@ -81,7 +81,7 @@ class Batcher {
   };
 
   // A batch in flight and the tasks it will end or bring further.
-  struct Running {
+  struct RunningBatch {
     AttendBatch* batch = nullptr;
     RecycledVector<TaskId> ids;  // [batch->jobs]; those that are untouched wait again
   };
@@ -92,7 +92,7 @@ class Batcher {
   bool StartNext();
   bool StartJobs(RecycledVector<TaskId> started);
   void FinishOldest(uint64_t seen);
-  void Finish(Running running);
+  void Finish(RunningBatch running);
   void RunControl(TaskId id);
   void EndTask(TaskId id, absl::Status status);
   void EndExpired();
@@ -111,19 +111,19 @@ class Batcher {
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;
-  BatchQueue queue_;                   // guarded by mutex_
-  RecycledMap<TaskId, Task> tasks_;    // guarded by mutex_
-  TaskId next_id_ = 1;                 // guarded by mutex_
-  RecycledVector<TaskId> fresh_;       // guarded by mutex_: jobs that came since FindLong
-  bool unpublished_ = false;           // guarded by mutex_: work was done since stats_ was filled
-  bool look_ = false;                  // guarded by mutex_: a waiting job was cancelled
-  bool stopping_ = false;              // guarded by mutex_
-  absl::Status stop_reason_;           // guarded by mutex_
-  BatcherStats stats_;                 // guarded by mutex_
-  std::atomic<uint64_t> changes_{0};   // counts what WaitForWork wakes up for
-  RecycledVector<Running> in_flight_;  // engine thread; oldest first
-  int64_t published_us_ = 0;           // engine thread
-  double tokens_per_ms_ = 0;           // engine thread
+  BatchQueue queue_;                  // guarded by mutex_
+  RecycledMap<TaskId, Task> tasks_;   // guarded by mutex_
+  TaskId next_id_ = 1;                // guarded by mutex_
+  RecycledVector<TaskId> fresh_;      // guarded by mutex_: jobs that came since FindLong
+  bool unpublished_ = false;          // guarded by mutex_: work was done since stats_ was filled
+  bool look_ = false;                 // guarded by mutex_: a waiting job was cancelled
+  bool stopping_ = false;             // guarded by mutex_
+  absl::Status stop_reason_;          // guarded by mutex_
+  BatcherStats stats_;                // guarded by mutex_
+  std::atomic<uint64_t> changes_{0};  // counts what WaitForWork wakes up for
+  RecycledVector<RunningBatch> in_flight_;                   // engine thread; oldest first
+  int64_t published_us_ = 0;                                 // engine thread
+  double tokens_per_ms_ = 0;                                 // engine thread
   std::unordered_map<uint64_t, double> full_tokens_per_ms_;  // engine thread; kind -> of batches
                                                              // of many rows
   std::atomic<bool> engine_failed_{false};

@@ -144,34 +144,35 @@ int64_t WorkerOf(int kv_head, int kv_heads, int workers) {
 }
 
 // Orders whole tiles by the workers they are for.
-void DealOut(int workers, AttentionWorkspace& made) {
+void DealOut(int workers, AttentionWorkspace& workspace) {
   const auto worker_of = [&](const TileTask& task) {
-    const AttentionTile& tile = made.tiles[task.tile];
+    const AttentionTile& tile = workspace.tiles[task.tile];
     return WorkerOf(tile.kv_head, tile.spec->kv_heads, workers);
   };
-  made.undealt.swap(made.tasks);
-  made.tasks.resize(made.undealt.size());
+  workspace.undealt.swap(workspace.tasks);
+  workspace.tasks.resize(workspace.undealt.size());
   // ends[w] is where the next task of worker w goes: in the end, after its last one.
-  made.ends.assign(static_cast<size_t>(workers), 0);
-  for (const TileTask& task : made.undealt) {
-    if (const int64_t next = worker_of(task) + 1; next < workers) ++made.ends[next];
+  workspace.ends.assign(static_cast<size_t>(workers), 0);
+  for (const TileTask& task : workspace.undealt) {
+    if (const int64_t next = worker_of(task) + 1; next < workers) ++workspace.ends[next];
   }
-  std::partial_sum(made.ends.begin(), made.ends.end(), made.ends.begin());
-  for (const TileTask& task : made.undealt) made.tasks[made.ends[worker_of(task)]++] = task;
+  std::partial_sum(workspace.ends.begin(), workspace.ends.end(), workspace.ends.begin());
+  for (const TileTask& task : workspace.undealt)
+    workspace.tasks[workspace.ends[worker_of(task)]++] = task;
 }
 
 // How many tiles from `first` on, which differ in their key heads, are attended in turn.
-int64_t TilesInTurn(int workers, const AttentionWorkspace& made, int64_t first) {
-  const AttentionTile& tile = made.tiles[first];
+int64_t TilesInTurn(int workers, const AttentionWorkspace& workspace, int64_t first) {
+  const AttentionTile& tile = workspace.tiles[first];
   if (tile.rows() > kRowsOfReading || tile.brings_keys) return 1;
   const int heads = tile.spec->kv_heads;
   const int64_t head_bytes = tile.layout.KeyBytes() + tile.layout.ValueBytes();
   int64_t most = std::min<int64_t>(kMostHeadsInTurn, (kPieceBytes + head_bytes - 1) / head_bytes);
-  const auto tiles = static_cast<int64_t>(made.tiles.size());
+  const auto tiles = static_cast<int64_t>(workspace.tiles.size());
   most = std::min(most, tiles / (kTilesPerWorker * workers));
   int64_t count = 1;
   for (; count < most && first + count < tiles; ++count) {
-    const AttentionTile& next = made.tiles[first + count];
+    const AttentionTile& next = workspace.tiles[first + count];
     if (next.item != tile.item || next.row_begin != tile.row_begin ||
         next.kv_head != tile.kv_head + count ||
         WorkerOf(next.kv_head, heads, workers) != WorkerOf(tile.kv_head, heads, workers)) {
@@ -181,47 +182,48 @@ int64_t TilesInTurn(int workers, const AttentionWorkspace& made, int64_t first) 
   return count;
 }
 
-void MakeTasks(int workers, AttentionWorkspace& made) {
+void MakeTasks(int workers, AttentionWorkspace& workspace) {
   int64_t total = 0;
-  for (const AttentionTile& tile : made.tiles) total += Cost(tile);
-  made.tasks.clear();
-  made.states.clear();
-  made.split_tiles = made.state_floats = 0;
-  for (int64_t t = 0, count = 1; t < static_cast<int64_t>(made.tiles.size()); t += count) {
-    const AttentionTile& tile = made.tiles[t];
+  for (const AttentionTile& tile : workspace.tiles) total += Cost(tile);
+  workspace.tasks.clear();
+  workspace.states.clear();
+  workspace.split_tiles = workspace.state_floats = 0;
+  for (int64_t t = 0, count = 1; t < static_cast<int64_t>(workspace.tiles.size()); t += count) {
+    const AttentionTile& tile = workspace.tiles[t];
     count = 1;
-    const bool split = workers > 1 && t == made.split_tiles && tile.segments() > 1 &&
+    const bool split = workers > 1 && t == workspace.split_tiles && tile.segments() > 1 &&
                        tile.rows() <= kMaxSplitRows &&
                        Cost(tile) * kTilesPerWorker * workers > total;
     if (!split) {
-      count = TilesInTurn(workers, made, t);
-      made.tasks.push_back({t, count, -1, 0});
+      count = TilesInTurn(workers, workspace, t);
+      workspace.tasks.push_back({t, count, -1, 0});
       continue;
     }
-    ++made.split_tiles;
-    made.states.push_back(made.state_floats);
+    ++workspace.split_tiles;
+    workspace.states.push_back(workspace.state_floats);
     for (int64_t s = 0; s < tile.segments(); ++s) {
-      made.tasks.push_back({t, 1, s, made.state_floats});
-      made.state_floats += SoftmaxStateFloats(tile);
+      workspace.tasks.push_back({t, 1, s, workspace.state_floats});
+      workspace.state_floats += SoftmaxStateFloats(tile);
     }
   }
-  if (made.split_tiles == 0) {
-    DealOut(workers, made);
+  if (workspace.split_tiles == 0) {
+    DealOut(workers, workspace);
   } else {
-    made.ends.assign(1, static_cast<int64_t>(made.tasks.size()));
+    workspace.ends.assign(1, static_cast<int64_t>(workspace.tasks.size()));
   }
 }
 
 // Appends the keys that no tile brings.
 void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
-                AttentionWorkspace& made) {
-  made.brought.assign(static_cast<size_t>(batch.plan->items()), false);
-  for (const AttentionTile& tile : made.tiles) made.brought[tile.plan_index] = tile.brings_keys;
-  std::vector<AppendTask>& tasks = made.appends;
+                AttentionWorkspace& workspace) {
+  workspace.brought.assign(static_cast<size_t>(batch.plan->items()), false);
+  for (const AttentionTile& tile : workspace.tiles)
+    workspace.brought[tile.plan_index] = tile.brings_keys;
+  std::vector<AppendTask>& tasks = workspace.appends;
   tasks.clear();
   int64_t keys = 0;
   for (int p = 0; p < batch.plan->items(); ++p) {
-    if (made.brought[p]) continue;
+    if (workspace.brought[p]) continue;
     ForAppends(batch, p, [&](const AppendTask& task) { tasks.push_back(task); });
     keys += ItemAt(batch, p).new_keys;
   }
@@ -235,7 +237,7 @@ void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
                      [&](int64_t task, int) { AppendToBlock(isa, batch, tasks[task], 0, heads); });
     return;
   }
-  std::vector<int64_t>& ends = made.append_ends;
+  std::vector<int64_t>& ends = workspace.append_ends;
   ends.assign(static_cast<size_t>(pool.workers()), 0);
   for (int head = 0; head < heads; ++head) ends[WorkerOf(head, heads, pool.workers())] += blocks;
   std::partial_sum(ends.begin(), ends.end(), ends.begin());
@@ -246,32 +248,33 @@ void AppendKeys(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
 }
 
 // For the highest tiles on every worker, whoever will have them.
-void ReserveScratch(int workers, AttentionWorkspace& made) {
-  if (made.tiles.empty()) return;
+void ReserveScratch(int workers, AttentionWorkspace& workspace) {
+  if (workspace.tiles.empty()) return;
   const AttentionTile& highest = *std::max_element(
-      made.tiles.begin(), made.tiles.end(),
+      workspace.tiles.begin(), workspace.tiles.end(),
       [](const AttentionTile& a, const AttentionTile& b) { return a.rows() < b.rows(); });
-  made.scratch.resize(static_cast<size_t>(workers));
+  workspace.scratch.resize(static_cast<size_t>(workers));
   int64_t most = 1;
-  for (const TileTask& task : made.tasks) most = std::max(most, task.tiles);
-  for (ScratchMemory& scratch : made.scratch) scratch.Reserve(most * TileScratchBytes(highest));
-  made.state_memory.Reserve(made.state_floats * int64_t{sizeof(float)});
+  for (const TileTask& task : workspace.tasks) most = std::max(most, task.tiles);
+  for (ScratchMemory& scratch : workspace.scratch)
+    scratch.Reserve(most * TileScratchBytes(highest));
+  workspace.state_memory.Reserve(workspace.state_floats * int64_t{sizeof(float)});
 }
 
 }  // namespace
 
 void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
-                     AttentionWorkspace& made) {
+                     AttentionWorkspace& workspace) {
   const TileFunctions& functions = TileFunctionsFor(isa);
-  CutIntoTiles(batch, UsesDot(isa, batch), pool.workers(), made.tiles);
-  AppendKeys(isa, batch, pool, made);
-  MakeTasks(pool.workers(), made);
-  ReserveScratch(pool.workers(), made);
-  auto* states = reinterpret_cast<float*>(made.state_memory.data());
-  pool.ParallelFor(made.ends, [&](int64_t index, int worker) {
-    std::byte* scratch = made.scratch[worker].data();
-    const TileTask& task = made.tasks[index];
-    const AttentionTile& tile = made.tiles[task.tile];
+  CutIntoTiles(batch, UsesDot(isa, batch), pool.workers(), workspace.tiles);
+  AppendKeys(isa, batch, pool, workspace);
+  MakeTasks(pool.workers(), workspace);
+  ReserveScratch(pool.workers(), workspace);
+  auto* states = reinterpret_cast<float*>(workspace.state_memory.data());
+  pool.ParallelFor(workspace.ends, [&](int64_t index, int worker) {
+    std::byte* scratch = workspace.scratch[worker].data();
+    const TileTask& task = workspace.tasks[index];
+    const AttentionTile& tile = workspace.tiles[task.tile];
     if (tile.brings_keys) {
       ForAppends(batch, tile.plan_index, [&](const AppendTask& keys) {
         AppendToBlock(isa, batch, keys, tile.kv_head, tile.kv_head + 1);
@@ -284,8 +287,9 @@ void AppendAndAttend(CpuIsa isa, const AttentionBatch& batch, WorkerPool& pool,
                                SoftmaxStateAt(tile, states + task.state));
     }
   });
-  pool.ParallelFor(made.split_tiles, [&](int64_t index, int worker) {
-    functions.finish(made.tiles[index], made.scratch[worker].data(), states + made.states[index]);
+  pool.ParallelFor(workspace.split_tiles, [&](int64_t index, int worker) {
+    functions.finish(workspace.tiles[index], workspace.scratch[worker].data(),
+                     states + workspace.states[index]);
   });
 }
 

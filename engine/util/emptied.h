@@ -4,16 +4,15 @@
 // for the largest of them only.
 #pragma once
 
-#include <utility>
 #include <vector>
 
 namespace attend {
 
-// The vector without its elements, with their memory. `vector` is empty then and has none.
+// The vector without its elements, with their memory.
 template <typename T>
-std::vector<T> Emptied(std::vector<T>& vector) {
+std::vector<T> Emptied(std::vector<T> vector) {
   vector.clear();
-  return std::exchange(vector, {});
+  return vector;
 }
 
 }  // namespace attend

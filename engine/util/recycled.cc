@@ -6,13 +6,6 @@
 #include <cstdint>
 #include <mutex>
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#else
-#define ASAN_POISON_MEMORY_REGION(address, bytes) (static_cast<void>(address))
-#define ASAN_UNPOISON_MEMORY_REGION(address, bytes) (static_cast<void>(address))
-#endif
-
 namespace attend {
 namespace {
 
@@ -23,7 +16,7 @@ constexpr size_t kSizes = std::bit_width(RecycledMemory::kMostBytes / kLeastByte
 
 size_t RoundUp(size_t bytes) { return std::bit_ceil(bytes < kLeastBytes ? kLeastBytes : bytes); }
 
-// Pieces of one size, in a list through their own first bytes; the others are poisoned.
+// Pieces of one size, in a list through their own first bytes.
 struct alignas(64) Pieces {
   struct Piece {
     Piece* next;
@@ -42,7 +35,7 @@ Pieces& PiecesOf(size_t rounded) {
 }  // namespace
 
 void* RecycledMemory::Get(size_t bytes) {
-  if (bytes > kMostBytes) return operator new(bytes);
+  if (!kRecycles || bytes > kMostBytes) return operator new(bytes);
   const size_t rounded = RoundUp(bytes);
   Pieces& pieces = PiecesOf(rounded);
   {
@@ -50,7 +43,6 @@ void* RecycledMemory::Get(size_t bytes) {
     if (Pieces::Piece* piece = pieces.first; piece != nullptr) {
       pieces.first = piece->next;
       pieces.kept_bytes -= rounded;
-      ASAN_UNPOISON_MEMORY_REGION(piece, rounded);
       return piece;
     }
   }
@@ -58,7 +50,7 @@ void* RecycledMemory::Get(size_t bytes) {
 }
 
 void RecycledMemory::Put(void* memory, size_t bytes) {
-  if (bytes > kMostBytes) return operator delete(memory);
+  if (!kRecycles || bytes > kMostBytes) return operator delete(memory);
   const size_t rounded = RoundUp(bytes);
   Pieces& pieces = PiecesOf(rounded);
   {
@@ -66,8 +58,6 @@ void RecycledMemory::Put(void* memory, size_t bytes) {
     if (pieces.kept_bytes + rounded <= kKeptBytes) {
       pieces.first = new (memory) Pieces::Piece{pieces.first};
       pieces.kept_bytes += rounded;
-      ASAN_POISON_MEMORY_REGION(static_cast<std::byte*>(memory) + sizeof(Pieces::Piece),
-                                rounded - sizeof(Pieces::Piece));
       return;
     }
   }

@@ -24,8 +24,14 @@ class RecycledMemory {
   static void* Get(size_t bytes);
   static void Put(void* memory, size_t bytes);
 
-  // Larger pieces are not kept.
+  // Larger pieces are not kept. Under sanitizers none is: they would not see what is used too long,
+  // or by two threads.
   static constexpr size_t kMostBytes = 65536;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  static constexpr bool kRecycles = false;
+#else
+  static constexpr bool kRecycles = true;
+#endif
 };
 
 template <typename T>

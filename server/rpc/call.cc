@@ -16,6 +16,9 @@
 #endif
 
 namespace attend {
+
+static_assert(alignof(Call) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);  // of RecycledMemory
+
 namespace {
 
 // Thread sanitizer cannot see that gRPC hands a tag from the starting thread to the queue's.

@@ -272,6 +272,7 @@ absl::Status ReceivedAttend::Read(const grpc::ByteBuffer& message) {
 void ReceivedAttend::Clear() {
   if (skeleton_.capacity() > kKeptBytes) {
     *this = {};
+    std::string().swap(skeleton_);  // assigned from an empty one it would keep its memory
     return;
   }
   request.Clear();
