@@ -8,9 +8,9 @@ namespace attend {
 
 enum class CacheLevel : int { kFirst = 3, kSecond = 2 };  // as __builtin_prefetch counts
 
-// Fetches a row into a cache before it is needed, for reading or for writing. For
-// rows that no hardware fetches, because what lies between them is somebody else's ([rows, heads,
-// width] seen from one head), or whose reading would wait for what is computed meanwhile.
+// Fetches a row into a cache before it is needed, for reading or for writing. For rows that no
+// hardware fetches, because what lies between them is somebody else's ([rows, heads, width] seen
+// from one head), or whose reading would wait for what is computed meanwhile.
 template <bool kForWriting, CacheLevel kLevel = CacheLevel::kFirst>
 inline void FetchRow(const void* row, int64_t bytes) {
   constexpr int64_t kLine = 64;

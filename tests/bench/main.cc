@@ -33,7 +33,7 @@ RunOptions RunOptionsOf(const Flags& flags) {
   RunOptions options{.isa = flags.isa, .compute = flags.compute, .threads = flags.threads};
   if (flags.quick) {
     options.repeats = 3;
-    options.least_repeats = 1;
+    options.least_repeats = 3;
     options.most_seconds = 0.3;
     options.least_seconds = 0.02;
     options.tries = 1;
