@@ -154,6 +154,9 @@ TEST_F(TargetTest, TokensAreAgainstThoseOfTheEngine) {
   Add(Kind::kLayerCall, 8, 1000, 220'000, 100);
   EXPECT_FALSE(ThroughputTarget(Report(), 0).reached);  // 90 % here
   EXPECT_TRUE(ThroughputTarget(Report(), 440).reached);
+  bench_.layers.push_back(bench_.layers.front());
+  EXPECT_TRUE(ThroughputTarget(Report(), 880).reached);
+  EXPECT_FALSE(ThroughputTarget(Report(), 900).reached);
 }
 
 TEST_F(TargetTest, SharedBatchesCountOnceForTheEngine) {

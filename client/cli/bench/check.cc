@@ -120,6 +120,7 @@ Target ThroughputTarget(const LoadReport& report, double engine) {
   const auto tokens =
       static_cast<double>(report.stats.of(decoding ? Kind::kStep : Kind::kRequest).tokens);
   const RequestStats& calls = report.stats.of(decoding ? Kind::kLayerCall : Kind::kRequest);
+  if (decoding) engine /= static_cast<double>(bench.layers.size());  // a step is a call of each
   if (engine == 0 && calls.engine_us > 0) engine = 1e6 * tokens / calls.engine_us;
   const double rate = tokens / report.seconds;
   target.value =
@@ -213,6 +214,7 @@ class Checker {
     BenchFlags decode = Load();
     decode.decode_loop = true;
     decode.sessions = kDecodeSessions;
+    decode.prompt = kDecodePrompt;
     decode.dtype = v1::DTYPE_BF16;
     Measure("decode loop", decode, [this](const LoadReport& report) {
       decode_layers_ = report.bench.layers.size();

@@ -26,8 +26,8 @@ Target RoundTripTarget(const LoadReport& report);
 // spend what computing takes alone (`compute_us` on `threads` threads) and what an echo costs.
 Target CeilingTarget(const LoadReport& report, double compute_us, int threads, int cores);
 Target IdleTarget(const LoadReport& report);
-// Tokens per second against the engine's: `engine` of them, or where that is 0 what it does while
-// it computes.
+// Tokens per second against the engine's: `engine` of them (in the decode loop through one layer),
+// or where that is 0 what it does while it computes.
 Target ThroughputTarget(const LoadReport& report, double engine);
 Target FairnessTarget(const LoadReport& report);
 

@@ -19,7 +19,8 @@ namespace attend::cli {
 
 // What scenarios take where the user says nothing.
 inline constexpr int64_t kDecodeSessions = 32;
-inline constexpr int64_t kAppenders = 4;  // sessions of --fairness
+inline constexpr int64_t kDecodePrompt = 512;  // --check's: as in attend-bench's decode loop
+inline constexpr int64_t kAppenders = 4;       // sessions of --fairness
 inline constexpr double kAppendRate = 100;
 inline constexpr int64_t kPrefillTokens = 8192;
 
