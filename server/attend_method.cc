@@ -211,7 +211,7 @@ class AttendMethod : public Method {
     ToResponse(context_, converted, now_us, response);
     call.Answer(item, EncodeAttendResponse(response, OutputOf(converted)), absl::StatusCode::kOk,
                 model);
-    if (job.weights.full) response = {};  // but not that of weights
+    if (job.weights.full) response = {};  // weights are large, and the next answer may be far
   }
 
   // Stream items carry their error inside a response that names the request.

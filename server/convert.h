@@ -58,7 +58,7 @@ absl::StatusOr<OpenSessionArguments> ConvertOpenSession(const ConvertContext& co
 
 // The answer to a finished job, in the two parts EncodeAttendResponse takes: everything but the
 // output, and the output, which refers to job->output. `now_us` is on the clock of job->arrival_us.
-// A response is filled again and again and keeps its memory; its weights the caller removes.
+// A response that is filled again and again keeps its memory.
 void ToResponse(const ConvertContext& context, const ConvertedAttend& converted, int64_t now_us,
                 v1::AttendResponse& response);
 OutputTensor OutputOf(const ConvertedAttend& converted);

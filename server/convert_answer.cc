@@ -41,6 +41,7 @@ void ToResponse(const ConvertContext& context, const ConvertedAttend& converted,
   const AttendJob& job = *converted.job;
   // Cleared as a whole it would free its parts. Nobody sets other fields.
   response.clear_positions();
+  response.clear_weights();
   *response.mutable_request_id() = converted.request_id;
   const int64_t total_us = std::max<int64_t>(0, now_us - job.arrival_us);
   v1::Timing& timing = *response.mutable_timing();
