@@ -3,6 +3,7 @@
 ```python blocks with the Python that a block before them made. What can't run here is a ```console block, and
 CONSOLE says why. Uses the server's default ports, so nothing else may serve there.
 """
+import contextlib
 import os
 import pathlib
 import re
@@ -12,7 +13,7 @@ import sys
 
 import pytest
 
-from support.servers import Process, ROOT
+from support.servers import Process, ROOT, eventually
 
 # First words of commands in ```console blocks, and why they are not run.
 CONSOLE = {
@@ -29,6 +30,23 @@ CONSOLE = {
 }
 # Servers, their HTTP, the balancers' own, nginx's gates, Prometheus.
 PORTS = (*range(50050, 50054), *range(9464, 9467), *range(9564, 9567), 9090)
+
+
+def reserved(port):
+    """A socket that keeps outgoing connections from taking `port`, and lets servers listen there. Waits until one that
+    has taken it is gone: ended ones keep their port for a minute."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+    def bound():
+        with contextlib.suppress(OSError):
+            held.bind(("0.0.0.0", port))
+            return True
+
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is taken; the README's commands need it"
+    eventually(bound, 150, f"port {port} without a connection from it")
+    return held
 
 
 def blocks(text):
@@ -69,9 +87,7 @@ def test_indented_blocks_hide_no_commands():
 
 
 def test_commands_of_the_readme_run(tmp_path):
-    for port in PORTS:
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is taken; the README's commands need it"
+    ports = [reserved(port) for port in PORTS]
     path = f"{os.environ['PATH']}:{pathlib.Path(sys.executable).parent}"  # kubectl is in the second
     with Process(["bash", "-c", script()], tmp_path / "output", env={"PATH": path}, cwd=ROOT) as bash:
         try:
@@ -79,6 +95,8 @@ def test_commands_of_the_readme_run(tmp_path):
         except subprocess.TimeoutExpired:
             bash.signal()  # it ends what it started
             code = bash.wait()
+    for port in ports:
+        port.close()
     print(bash.log()[-20000:])
     assert code == 0, "the block after the last '== README.md:LINE' failed"
 
